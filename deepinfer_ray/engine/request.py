@@ -114,7 +114,7 @@ def describe_validation(error: Exception) -> str:
         return str(error)
     return "; ".join(
         f"{'.'.join(map(str, problem['loc'])) or 'value'}: {problem['msg'].removeprefix('Value error, ')}"
-        f"{'' if isinstance(problem['input'], dict) else f' (got {problem["input"]!r})'}"
+        + ("" if isinstance(problem["input"], dict) else f" (got {problem['input']!r})")
         for problem in error.errors()
     )
 
