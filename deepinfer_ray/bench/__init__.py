@@ -1,0 +1,1 @@
+"""Measurements that the README and the results files quote; each is a function that returns plain rows."""

@@ -1,0 +1,49 @@
+"""`deepinfer-ray bench NAME`: the measurements that the README and the results files quote."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deepinfer_ray.errors import ConfigError
+
+BENCHES = {
+    "peer": ("deepinfer_ray.bench.peer", "CPU tokens/s of a tiny checkpoint beside transformers"),
+    "scheduler": ("deepinfer_ray.bench.scheduler", "host time of a decode step at 32…512 sequences"),
+}
+"""name -> (module with `run() -> list[dict]`, what it measures)."""
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    console = Console()
+    machine = result["machine"]
+    console.print(f"{result['name']} · {machine['processor']} · {machine['cores']} cores · {result['date']}")
+    table = Table()
+    columns = list(result["rows"][0]) if result["rows"] else []
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in result["rows"]:
+        table.add_row(*(str(row[column]) for column in columns))
+    console.print(table)
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Measure something on this machine and print the figures."""
+    from deepinfer_ray.bench.machine import report
+
+    if name not in BENCHES:
+        known = "; ".join(f"{known} ({about})" for known, (_, about) in BENCHES.items())
+        raise ConfigError(f"there is no benchmark {name!r}; choose one of: {known}")
+    result = report(name, importlib.import_module(BENCHES[name][0]).run())
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        _print_table(result)
