@@ -1,0 +1,1 @@
+"""Configurations and their rules. Imported by every package, imports none of them."""
