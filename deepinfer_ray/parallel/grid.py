@@ -1,7 +1,7 @@
 """`RankGrid`: which ranks exist and which of them form a group (spec/distributed.md §1). Pure arithmetic.
 
-Knows: the four parallel sizes, every group's member lists, every derived number, the equation behind each rule.
-Does not know: processes, hosts, transports, Ray, torch. The fleet maps it on bundles, torch builds groups from it.
+Knows: the four parallel sizes, the member lists of every group, the equation behind each rule.
+Does not know: processes, hosts, transports, Ray, torch. The fleet maps it on bundles; torch makes its groups.
 
 Symbols: D data parallel, C context parallel, E expert parallel, N Engram parallel, W = max(C·D, N) ranks.
 A rank is (replica, dp, cp) in row-major order: r = (replica·D + dp)·C + cp; an engine is one CP group.
