@@ -37,7 +37,9 @@ def seed_bits(seeds: np.ndarray | list[int]) -> np.ndarray:
     return np.asarray([seed & (2**64 - 1) for seed in map(int, seeds)], dtype=np.uint64).view(np.int64)
 
 
-def philox_block(seed: Array, subsequence: Array, block: Array | int = 0) -> tuple[Array, Array, Array, Array]:
+def philox_block(
+    seed: Array, subsequence: Array, block: Array | int = 0
+) -> tuple[Array, Array, Array, Array]:
     """Words 4*block .. 4*block+3 of each stream, as int64 in [0, 2^32).
 
     seed: int64 [...], bit pattern of the uint64 key. subsequence: int64 [...], `3 * position + case`.

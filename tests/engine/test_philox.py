@@ -70,7 +70,9 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     seeds, positions = torch.arange(37) * 977, torch.arange(37) * 31
     together = random_words(seeds, positions, 0, 8)
     for row in range(37):
-        assert torch.equal(together[row], random_words(seeds[row : row + 1], positions[row : row + 1], 0, 8)[0])
+        assert torch.equal(
+            together[row], random_words(seeds[row : row + 1], positions[row : row + 1], 0, 8)[0]
+        )
 
 
 def test_negative_seeds_are_bit_patterns() -> None:

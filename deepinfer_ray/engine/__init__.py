@@ -1,0 +1,1 @@
+"""One rank: requests in, results out. Imports no Ray."""

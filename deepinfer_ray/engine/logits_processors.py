@@ -1,0 +1,137 @@
+"""What requests change about logits before a distribution is formed: bans, biases, penalties.
+
+Knows: the order of the changes and their formulas (spec/speculative.md §5.1, §5.2). Does not know: how many
+tokens are drawn, temperature, filters. Edits are sparse (row, id, value) lists built on the host from each
+row's own history, so a row's logits never depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from deepinfer_ray.engine.request import SamplingParams
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+@dataclass(slots=True)
+class SparseEdits:
+    """(row, id[, value]) triples of one kind, gathered row by row."""
+
+    rows: list[np.ndarray] = field(default_factory=list)
+    ids: list[np.ndarray] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, row: int, ids: np.ndarray, values: np.ndarray | float = 0.0) -> None:
+        self.rows.append(np.full(len(ids), row, np.int64))
+        self.ids.append(ids)
+        self.values.append(np.broadcast_to(np.asarray(values, np.float32), ids.shape))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """rows int64, ids int64, values float32 as flat tensors."""
+        rows, ids, values = (np.concatenate(part) for part in (self.rows, self.ids, self.values))
+        return (
+            torch.from_numpy(rows).to(device, non_blocking=True),
+            torch.from_numpy(ids).to(device, non_blocking=True),
+            torch.from_numpy(values).to(device, non_blocking=True),
+        )
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """All changes of one step's logit rows; `apply` works in place and in the order of the specification.
+
+    Order: bans (minimum length) → logit_bias → repetition → frequency and presence penalties. The blacklist
+    of the whole engine comes before them, temperature after them.
+    """
+
+    bans: SparseEdits = field(default_factory=SparseEdits)
+    biases: SparseEdits = field(default_factory=SparseEdits)
+    repetition: SparseEdits = field(default_factory=SparseEdits)
+    penalties: SparseEdits = field(default_factory=SparseEdits)
+
+    def add_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        prompt: np.ndarray,
+        output: np.ndarray,
+        end_ids: Iterable[int] = (),
+    ) -> None:
+        """What `params` asks of one logit row.
+
+        prompt, output: ids of the sequence before the token that this row predicts, drafts of the same step
+        included. end_ids: ids that may end the request; they are banned until `min_tokens` are out.
+        """
+        if len(output) < params.min_tokens:
+            ends = np.fromiter(end_ids, np.int64)
+            if ends.size:
+                self.bans.add(row, ends)
+        if params.logit_bias:
+            ids = np.fromiter(params.logit_bias.keys(), np.int64)
+            self.biases.add(row, ids, np.fromiter(params.logit_bias.values(), np.float32))
+        if params.repetition_penalty != 1.0:
+            seen = np.unique(np.concatenate([prompt, output])).astype(np.int64)
+            self.repetition.add(row, seen, params.repetition_penalty)
+        if (params.frequency_penalty or params.presence_penalty) and len(output):
+            ids, counts = np.unique(output, return_counts=True)
+            self.penalties.add(
+                row, ids.astype(np.int64), params.frequency_penalty * counts + params.presence_penalty
+            )
+
+    def __bool__(self) -> bool:
+        return any((self.bans, self.biases, self.repetition, self.penalties))
+
+    def apply(self, logits_NV: torch.Tensor) -> None:
+        """float32 [N, V], changed in place. Ids are unique within a row except among the bans."""
+        device = logits_NV.device
+        if self.bans:
+            rows, ids, _ = self.bans.on(device)
+            logits_NV[rows, ids] = NEGATIVE_INFINITY
+        if self.biases:
+            rows, ids, values = self.biases.on(device)
+            logits_NV[rows, ids] += values
+        if self.repetition:
+            rows, ids, factors = self.repetition.on(device)
+            picked = logits_NV[rows, ids]
+            logits_NV[rows, ids] = torch.where(picked > 0, picked / factors, picked * factors)
+        if self.penalties:
+            rows, ids, values = self.penalties.on(device)
+            logits_NV[rows, ids] -= values
+
+
+def needs_edits(params: SamplingParams) -> bool:
+    """Whether a request's rows must be built one by one; most requests need none of this."""
+    return bool(
+        params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
+
+def parse_blacklist(text: str, vocab_size: int) -> np.ndarray:
+    """int64 ids of a list like `0..3,7` (inclusive ranges, strictly increasing); `ValueError` otherwise."""
+    ids: list[int] = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        first, _, last = part.partition("..")
+        try:
+            low, high = int(first), int(last or first)
+        except ValueError:
+            raise ValueError(
+                f"sampling.token_blacklist: {part!r} is neither an id nor a range a..b"
+            ) from None
+        if low > high or (ids and low <= ids[-1]) or low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"sampling.token_blacklist: {part!r} must increase strictly and lie in [0, {vocab_size - 1}]"
+            )
+        ids.extend(range(low, high + 1))
+    return np.asarray(ids, np.int64)

@@ -1,0 +1,227 @@
+"""From logit rows to tokens: distribution transform, random selection, log-probabilities.
+
+Knows: flat rows of float32 logits and how each is to be sampled (spec/speculative.md §5.2–5.8). Does not
+know: sequences, drafts, prefill or decode. Row-local throughout: every reduction has a fixed order inside
+its row, so a row's token and log-probabilities do not depend on the batch around it. Nothing here reads a
+device value on the host.
+
+Shape letters: N rows, V vocabulary, m alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from deepinfer_ray.engine.logits_processors import NEGATIVE_INFINITY, LogitEdits
+from deepinfer_ray.engine.philox import CASE_SAMPLE, random_words
+from deepinfer_ray.engine.request import GREEDY_TEMPERATURE
+
+FIXED_POINT = 2**31
+"""Probabilities are compared and drawn as integers `floor(p * 2^31)`."""
+
+LOGPROB_FLOOR = -9999.0
+"""Lowest log-probability ever returned."""
+
+_SUM_CHUNK = 8192
+_MIN_STRIDED_VOCAB = 8192
+_TRAVERSAL_STRIDE = 2048
+_DRAWN_WORDS = 64
+"""Words tried per row. One is refused with probability < 1/2, so all are with < 2^-64; a data-dependent
+loop would make the host wait for the device."""
+
+
+@dataclass(slots=True)
+class SampleRows:
+    """How N flat rows are sampled; host arrays [N].
+
+    temperature, top_p, min_p: float32. top_k: int32, -1 = off. seeds: int64 bit patterns. positions: int64
+    sample positions (spec/speculative.md §5.5). top_logprobs: int32 alternatives wanted, -1 = not even the
+    token's own log-probability.
+    """
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    positions: np.ndarray
+    top_logprobs: np.ndarray
+    edits: LogitEdits | None = None
+
+    @property
+    def greedy(self) -> np.ndarray:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def filtered(self) -> np.ndarray:
+        return (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """tokens: int64 [N]. bad: bool [N], rows without a usable distribution (NaN, +inf or nothing allowed).
+    logprobs: float32 [N]. top_ids int64 and top_logprobs float32 [N, m], descending, ties by lower id."""
+
+    tokens: torch.Tensor
+    bad: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+
+
+def sample(logits_NV: torch.Tensor, rows: SampleRows, blacklist: torch.Tensor | None = None) -> SampleOutput:
+    """One token per row. `logits_NV` float32 is changed in place by masks and edits."""
+    if blacklist is not None:
+        logits_NV[:, blacklist] = NEGATIVE_INFINITY
+    if rows.edits:
+        rows.edits.apply(logits_NV)
+    peak_N, tokens_N = logits_NV.max(dim=-1)
+    bad_N = ~torch.isfinite(peak_N)
+    greedy, wants = rows.greedy, rows.top_logprobs >= 0
+    if greedy.all() and not wants.any():
+        return SampleOutput(tokens_N, bad_N)
+
+    output = SampleOutput(tokens_N, bad_N)
+    if wants.any():
+        width = int(rows.top_logprobs.max())
+        output.logprobs = torch.zeros_like(peak_N)
+        if width > 0:
+            output.top_ids = tokens_N.new_zeros((len(tokens_N), width))
+            output.top_logprobs = peak_N.new_zeros((len(peak_N), width))
+    filtered = rows.filtered
+    for members in (greedy & wants, ~greedy & ~filtered, ~greedy & filtered):
+        if members.any():
+            _sample_group(logits_NV, rows, np.flatnonzero(members), output)
+    return output
+
+
+def _sample_group(
+    logits_NV: torch.Tensor, rows: SampleRows, members: np.ndarray, output: SampleOutput
+) -> None:
+    """Rows of one kind: all greedy, all unfiltered or all filtered."""
+    device, everyone = logits_NV.device, len(members) == len(logits_NV)
+    index = torch.from_numpy(members).to(device, non_blocking=True)
+
+    def column(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values[members]).to(device, non_blocking=True)
+
+    block_MV = logits_NV if everyone else logits_NV[index]
+    if rows.greedy[members[0]]:
+        logprobs_MV = log_distribution(block_MV)
+        tokens_M = output.tokens[index]
+    else:
+        logprobs_MV = log_distribution(block_MV, column(rows.temperature))
+        if rows.filtered[members[0]]:
+            logprobs_MV = filter_distribution(
+                block_MV, logprobs_MV, column(rows.top_p), column(rows.top_k), column(rows.min_p)
+            )
+        words = random_words(column(rows.seeds), column(rows.positions), CASE_SAMPLE, _DRAWN_WORDS)
+        tokens_M = select(fixed_point_weights(logprobs_MV), words)
+        output.tokens[index] = tokens_M
+    if output.logprobs is not None:
+        chosen_M1 = logprobs_MV.gather(1, tokens_M[:, None])
+        output.logprobs[index] = chosen_M1[:, 0].clamp_min(LOGPROB_FLOOR)
+    if output.top_ids is not None and output.top_logprobs is not None:
+        listed = np.flatnonzero(rows.top_logprobs[members] > 0)
+        if listed.size:
+            inner = torch.from_numpy(listed).to(device, non_blocking=True)
+            values, ids = logprobs_MV[inner].sort(dim=-1, descending=True, stable=True)
+            width = min(output.top_ids.shape[1], values.shape[1])
+            output.top_ids[index[inner], :width] = ids[:, :width]
+            output.top_logprobs[index[inner], :width] = values[:, :width].clamp_min(LOGPROB_FLOOR)
+
+
+def row_sum(values_NV: torch.Tensor) -> torch.Tensor:
+    """float32 [N, 1] sums in an order that depends on V alone.
+
+    Chunks keep torch from splitting a single long row over threads, which it does only when N is 1.
+    """
+    size = values_NV.shape[-1]
+    if size <= _SUM_CHUNK:
+        return values_NV.sum(-1, keepdim=True)
+    padded = F.pad(values_NV, (0, -size % _SUM_CHUNK))
+    return padded.unflatten(-1, (-1, _SUM_CHUNK)).sum(-1).sum(-1, keepdim=True)
+
+
+def log_distribution(logits_NV: torch.Tensor, temperature_N: torch.Tensor | None = None) -> torch.Tensor:
+    """`lp_v = (l_v - max) / T - log Σ exp((l - max) / T)`, float32 [N, V]; T = 1 without temperatures."""
+    shifted_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
+    if temperature_N is not None:
+        shifted_NV = shifted_NV * (1.0 / temperature_N[:, None])
+    return shifted_NV - row_sum(shifted_NV.exp()).log()
+
+
+def filter_distribution(
+    logits_NV: torch.Tensor,
+    logprobs_NV: torch.Tensor,
+    top_p_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+) -> torch.Tensor:
+    """Log-distribution after min-p, then top-p and top-k together, renormalised (spec/speculative.md §5.3).
+
+    Tokens are ranked by logit descending, ties by lower id. One stays iff the fixed-point mass ranked before
+    it is at most `top_p` and its rank is below `top_k`; both count on the distribution that min-p leaves.
+    """
+    floor_N1 = logprobs_NV.amax(-1, keepdim=True) + min_p_N[:, None].log()
+    below_NV = logprobs_NV < floor_N1  # nothing where min_p is 0
+    logprobs_NV = logprobs_NV.masked_fill(below_NV, NEGATIVE_INFINITY)
+    mass_N1 = row_sum(logprobs_NV.exp())
+    # A row without min-p keeps its bits: it was normalised already.
+    logprobs_NV = torch.where(min_p_N[:, None] > 0, logprobs_NV - mass_N1.log(), logprobs_NV)
+
+    survivors_NV = logits_NV.masked_fill(below_NV, NEGATIVE_INFINITY)
+    order_NV = survivors_NV.sort(dim=-1, descending=True, stable=True).indices
+    weights_NV = fixed_point_weights(logprobs_NV).gather(1, order_NV)
+    before_NV = weights_NV.cumsum(-1) - weights_NV
+    limit_N = (top_p_N.double() * FIXED_POINT).floor().long()
+    limit_N = torch.where(top_p_N >= 1, torch.iinfo(torch.int64).max, limit_N)
+    vocab = logits_NV.shape[-1]
+    ranks_N = torch.where(top_k_N > 0, top_k_N.long(), vocab)
+    kept_NV = (before_NV <= limit_N[:, None]) & (
+        torch.arange(vocab, device=logits_NV.device) < ranks_N[:, None]
+    )
+    dropped_NV = torch.ones_like(kept_NV).scatter(1, order_NV, ~kept_NV)
+    logprobs_NV = logprobs_NV.masked_fill(dropped_NV, NEGATIVE_INFINITY)
+    return logprobs_NV - row_sum(logprobs_NV.exp()).log()
+
+
+def fixed_point_weights(logprobs_NV: torch.Tensor) -> torch.Tensor:
+    """`floor(exp(lp) * 2^31)` as int64; NaN counts as 0."""
+    return (logprobs_NV.exp() * float(FIXED_POINT)).nan_to_num(0.0, posinf=0.0).long()
+
+
+def select(weights_NV: torch.Tensor, words_NK: torch.Tensor) -> torch.Tensor:
+    """int64 [N]: the token whose share of the total a random word hits (spec/speculative.md §5.4).
+
+    weights: int64 [N, V] fixed-point. words: int64 [N, K] uniform 32-bit. The first word below the largest
+    multiple of the total is taken modulo the total; tokens are passed in the order (v mod D, v div D).
+    Rows of zero total give a token without meaning; their owners are flagged elsewhere.
+    """
+    vocab = weights_NV.shape[-1]
+    stride = _TRAVERSAL_STRIDE if vocab >= _MIN_STRIDED_VOCAB else vocab
+    grid_NED = F.pad(weights_NV, (0, -vocab % stride)).unflatten(-1, (-1, stride))
+    columns_ND = grid_NED.sum(1)
+    ends_ND = columns_ND.cumsum(-1)
+    total_N1 = ends_ND[:, -1:].clamp_min(1)
+    limit_N1 = (2**32 - 1) // total_N1 * total_N1
+    usable_NK = words_NK < limit_N1
+    first_N1 = usable_NK.to(torch.int8).argmax(-1, keepdim=True)
+    remainder_N1 = words_NK.gather(1, first_N1) % total_N1
+
+    column_N1 = (ends_ND <= remainder_N1).sum(-1, keepdim=True).clamp_max(stride - 1)
+    inside_N1 = remainder_N1 - (ends_ND - columns_ND).gather(1, column_N1)
+    depth = grid_NED.shape[1]
+    stack_NE = grid_NED.gather(2, column_N1[:, :, None].expand(-1, depth, 1))[:, :, 0]
+    level_N1 = (stack_NE.cumsum(-1) <= inside_N1).sum(-1, keepdim=True).clamp_max(depth - 1)
+    return (level_N1 * stride + column_N1)[:, 0].clamp_max(vocab - 1)
+
+
+def prompt_logprobs(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """float32 [N]: plain log-softmax (T = 1, no filter, no mask) of each row at its next token."""
+    picked_N1 = log_distribution(logits_NV).gather(1, targets_N[:, None])
+    return picked_N1[:, 0].clamp_min(LOGPROB_FLOOR)
