@@ -1,0 +1,118 @@
+"""One placement group: asked for, waited for with a limit, removed until it is gone.
+
+Knows: Ray's placement groups and node table. Does not know: actors, ranks, rows.
+A group is never repaired: Ray reschedules bundles one by one and may never finish, so a gang that lost a
+member gives its group back whole and asks for a new one (spec/ray.md §0.3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deepinfer_ray.errors import PlacementError
+from deepinfer_ray.fleet.topology import Node, PlacementPlan, can_ever_hold, demand_and_supply, nodes_of
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+REMOVE_TIMEOUT_S = 15.0
+
+
+def cluster_nodes() -> list[Node]:
+    """The live nodes of the connected cluster, with what each has free."""
+    import ray
+
+    free: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # a private path: without it every node counts as wholly free
+        free = ray._private.state.available_resources_per_node()
+    return nodes_of(ray.nodes(), free)
+
+
+class Placement:
+    """A placement group that was asked for; `placed` asks, `wait` waits, `remove` gives it back."""
+
+    def __init__(
+        self, plan: PlacementPlan, name: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        from ray.util import placement_group
+
+        self.plan = plan
+        self.name = name
+        self._clock = clock
+        if plan.warning:
+            logger.warning("%s: %s", name, plan.warning)
+        packing: dict[str, Any] = {"strategy": plan.strategy}
+        if plan.topology_strategy:
+            packing = {"topology_strategy": dict(plan.topology_strategy)}
+        self.group = placement_group(list(plan.bundles), name=name, **packing)
+
+    def placed(self) -> bool:
+        """Whether every bundle stands on a node now."""
+        return self._row().get("state") == "CREATED"
+
+    def wait(self, timeout_s: float, *, can_grow: bool = True) -> None:
+        """Return when every bundle stands; else remove the group and raise `PlacementError`.
+
+        can_grow: whether machines may still join; where they cannot, a demand beyond all fails at once.
+        Waits in short naps rather than in one call, so that Ctrl-C is heard.
+        """
+        nodes = cluster_nodes()
+        deadline = self._clock() + timeout_s
+        hopeless = not can_grow and not can_ever_hold(self.plan, nodes)
+        while not hopeless and self._clock() < deadline:
+            if self.placed():
+                return
+            time.sleep(POLL_S)
+        if self.placed():
+            return
+        self.remove()
+        raise self.failure(timeout_s, hopeless)
+
+    def failure(self, waited_s: float, hopeless: bool = False) -> PlacementError:
+        """The error for a person: demand, supply of each node, what to do."""
+        why = "can never be met by these machines" if hopeless else f"was not met within {waited_s:g} s"
+        return PlacementError(
+            f"placement {self.name} {why}:\n{demand_and_supply(self.plan, cluster_nodes())}\n"
+            "  what to do: ask for fewer ranks (--dp, --cp, --ep) or smaller ones, free or add machines; nothing "
+            "was left running"
+        )
+
+    def node_ids(self) -> list[str]:
+        """Node id of each bundle, by bundle index; empty for a bundle that does not stand."""
+        where = {int(index): node_id for index, node_id in self._row().get("bundles_to_node_id", {}).items()}
+        return [where.get(index, "") for index in range(len(self.plan.bundles))]
+
+    def bundle_strategy(self, index: int) -> Any:
+        """The scheduling strategy that pins an actor to one bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
+        )
+
+    def remove(self, timeout_s: float = REMOVE_TIMEOUT_S) -> bool:
+        """Give the group back, killing what runs in it; True once Ray reports it gone. Legal in any state."""
+        from ray.util import remove_placement_group
+
+        remove_placement_group(self.group)
+        deadline = self._clock() + timeout_s
+        while not self.removed():
+            if self._clock() >= deadline:
+                logger.warning("%s: Ray has not confirmed the removal within %g s", self.name, timeout_s)
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def removed(self) -> bool:
+        """Whether Ray knows the group no more or as removed."""
+        return self._row().get("state", "REMOVED") == "REMOVED"
+
+    def _row(self) -> dict[str, Any]:
+        from ray.util import placement_group_table
+
+        row: dict[str, Any] = placement_group_table(self.group) or {}
+        return row

@@ -1,0 +1,1 @@
+"""Everything that involves more than one rank, without Ray."""
