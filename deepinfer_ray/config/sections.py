@@ -1,0 +1,281 @@
+"""The option blocks of the engine with their defaults (spec/engine.md §17).
+
+Knows: names, ranges, rules within a block. Does not know: rules between blocks (`engine.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from deepinfer_ray.config.base import Section
+from deepinfer_ray.config.topology import BLOCK_TOKENS
+
+UNLIMITED_SUM_K = 1 << 30
+
+
+class ModelOptions(Section):
+    """Which checkpoint, and how it is read."""
+
+    path: str | None = None
+    tokenizer_path: str | None = None
+    """Directory of the tokenizer; None = the checkpoint's."""
+    trust_remote_code: bool = False
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` = random weights of the right shapes, nothing is read."""
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    index_memory_bytes: int = Field(10 * 2**30, ge=1)
+    """Bound of the index scores that exist at one time."""
+    engram_on_gpu: bool = False
+
+
+class ParallelOptions(Section):
+    """Sizes of the rank groups (spec/distributed.md)."""
+
+    dp: int = Field(0, ge=0)
+    """Replicas of the data-parallel group; 0 = max(1, ep // cp)."""
+    cp: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1)
+    engram: int = Field(0, ge=0)
+    """Ranks that share one copy of the Engram tables; 0 = dp * cp."""
+    nccl_ctas: int = Field(32, ge=1)
+    timeout_s: float = Field(600.0, gt=0)
+    step_timeout_s: float = Field(300.0, gt=0)
+
+    @property
+    def replicas(self) -> int:
+        return self.dp or max(1, self.ep // self.cp)
+
+    @property
+    def engram_size(self) -> int:
+        return self.engram or self.replicas * self.cp
+
+    @property
+    def world(self) -> int:
+        return max(self.replicas * self.cp, self.engram_size)
+
+    @model_validator(mode="after")
+    def _divisible(self) -> ParallelOptions:
+        ranks = self.replicas * self.cp
+        if ranks % self.ep:
+            raise ValueError(
+                f"dp * cp = {self.replicas} * {self.cp} = {ranks} is not divisible by ep = {self.ep}"
+            )
+        if self.world % ranks:
+            raise ValueError(
+                f"world = max(dp * cp, engram) = {self.world} is not divisible by dp * cp = {ranks}"
+            )
+        if self.world % self.engram_size:
+            raise ValueError(f"world = {self.world} is not divisible by engram = {self.engram_size}")
+        return self
+
+
+class CacheOptions(Section):
+    """Blocks and state slots (spec/engine.md §6, §10)."""
+
+    memory_utilization: float = Field(0.9, gt=0, le=1)
+    block_size: Literal[128] = 128
+    """Tokens of a block; fixed."""
+    max_backtracking: int | None = Field(None, ge=0)
+    """Rollback depth of the rings; the effective value is max(this, num_drafts + 1)."""
+    state_slots_ratio: float = Field(1.2, ge=1)
+    store_extra_state: bool = False
+    store_extra_tokens: int = Field(128, ge=0)
+    graph_reserve_bytes: int = Field(0, ge=0)
+    num_blocks_override: int | None = Field(None, ge=2)
+    """Blocks instead of the number that the memory budget gives; block 0 belongs to nobody."""
+    cpu_budget_bytes: int = Field(2 * 2**30, ge=1)
+    """Bytes for blocks and state slots of one rank on the CPU backend."""
+
+
+class SchedulerOptions(Section):
+    """Admission, chunks and phases (spec/engine.md §3–5)."""
+
+    max_model_len: int | None = Field(None, ge=2)
+    """Prompt and output tokens of one sequence; None = 4096, or the model's limit if that is less."""
+    max_batched_tokens: int | None = Field(None, ge=BLOCK_TOKENS)
+    """Rows of one step; None = max(max_model_len, 4096, max_seqs * (1 + num_drafts))."""
+    max_seqs: int = Field(256, ge=1)
+    preemption: Literal["stop", "recompute"] = "recompute"
+    role: Literal["normal", "prompt", "completion"] = "normal"
+    chunked_prefill: bool = True
+    min_chunk_tokens: int = Field(0, ge=0)
+    prefill_max_sum_k: int = Field(UNLIMITED_SUM_K, ge=1)
+    prefill_all_interval: int = Field(70, ge=1)
+    prefill_any_interval: int = Field(100, ge=1)
+    zos: bool | None = None
+    """Overlapped steps; None = on unless the role is `prompt`."""
+    idle_fast_path: bool = True
+    strict_block_headroom: bool = False
+    """Demand a free block before every sequence of a decode step, needed or not (the original's rule)."""
+
+    @property
+    def overlapped(self) -> bool:
+        return self.role != "prompt" if self.zos is None else self.zos
+
+
+class PrefillOptions(Section):
+    """Bounded replay of the consumer layers (spec/attention.md §13)."""
+
+    truncation_mode: Literal["off", "mask", "compact"] = "off"
+    keep_tokens: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _keep_is_set(self) -> PrefillOptions:
+        if self.truncation_mode != "off" and self.keep_tokens == 0:
+            raise ValueError(f"truncation_mode = '{self.truncation_mode}' needs keep_tokens, e.g. 140")
+        return self
+
+
+class SpeculativeOptions(Section):
+    """Drafting and verification (spec/speculative.md)."""
+
+    num_drafts: int = Field(0, ge=0, lt=BLOCK_TOKENS)
+    """Draft tokens a step; 0 = plain decoding."""
+    varlen: bool = False
+    confidence_temperature: float | tuple[float, ...] = 1.0
+    """One temperature, or one for each draft position."""
+    enforce_eager: bool = False
+    graph_interval: int = Field(8, ge=1)
+    perf_cache_dir: str | None = None
+    perf_cache_ttl_s: int = Field(3600, ge=0)
+
+    @model_validator(mode="after")
+    def _temperatures(self) -> SpeculativeOptions:
+        value = self.confidence_temperature
+        values = value if isinstance(value, tuple) else (value,)
+        if any(temperature <= 0 for temperature in values):
+            raise ValueError(f"confidence_temperature = {list(values)} must be positive")
+        if isinstance(value, tuple) and len(value) != self.num_drafts:
+            raise ValueError(
+                f"confidence_temperature has {len(value)} values, needs one or num_drafts = {self.num_drafts}"
+            )
+        return self
+
+
+class SamplingOptions(Section):
+    """Sampler settings of a whole engine; a row's own are `SamplingParams`."""
+
+    diagnostics: bool = False
+    force_topk: int = Field(0, ge=0)
+    token_blacklist: str = Field("", coerce_numbers_to_str=True)
+    """Ids and inclusive ranges that are never sampled, strictly increasing: `0..3,7`."""
+
+    @field_validator("token_blacklist")
+    @classmethod
+    def _blacklist_parses(cls, value: str) -> str:
+        parse_token_blacklist(value)
+        return value
+
+    @property
+    def blacklisted_ids(self) -> tuple[int, ...]:
+        return parse_token_blacklist(self.token_blacklist)
+
+
+def parse_token_blacklist(text: str) -> tuple[int, ...]:
+    """Ids of `0..3,7`; `ValueError` unless the parts are strictly increasing."""
+    ids: list[int] = []
+    for part in (piece.strip() for piece in text.split(",")) if text.strip() else ():
+        first, dots, last = part.partition("..")
+        try:
+            start = int(first)
+            stop = int(last) if dots else start
+        except ValueError:
+            raise ValueError(f"'{part}' is neither a token id nor a range such as 0..3") from None
+        if start < 0 or stop < start or (ids and start <= ids[-1]):
+            raise ValueError(f"'{part}' breaks the strictly increasing order of ids")
+        ids.extend(range(start, stop + 1))
+    return tuple(ids)
+
+
+class StructuredOptions(Section):
+    """Grammar compilation."""
+
+    debug: bool = False
+    timeout_s: float = Field(20.0, gt=0)
+    disable_cache: bool = False
+    cache_bytes: int = Field(10 * 2**30, ge=0)
+    threads: int = Field(4, ge=1)
+    on_preempt: Literal["finish", "replay"] = "finish"
+
+
+class MultimodalOptions(Section):
+    """The image path's buffers."""
+
+    use_pool: bool | None = None
+    """Pinned pool for image tensors; None = on unless the role is `completion`."""
+    pool_gb: float = Field(8.0, gt=0)
+    queue_size: int = Field(512, ge=1)
+    timeout_s: float = 1800.0
+    """No progress with pending images for this long is a failure; 0 or less = never."""
+
+
+class MoeOptions(Section):
+    """Expert exchange."""
+
+    comm_sms: int = Field(0, ge=0)
+    """Multiprocessors of the exchange kernels; 0 = automatic."""
+
+
+class EplbOptions(Section):
+    """Expert load balancing (spec/distributed.md §4)."""
+
+    p2p_groups: int = Field(1, ge=1)
+    extra_experts: int = Field(0, ge=0)
+    window: int = Field(100, ge=1)
+    interval: int = Field(0, ge=0)
+    """Steps between rearrangements; 0 = off."""
+    after_prefill: bool = False
+    stat_interval: int = Field(128, ge=1)
+    verbose: bool = False
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> EplbOptions:
+        if self.interval and self.window > self.interval:
+            raise ValueError(f"window = {self.window} must not exceed interval = {self.interval}")
+        return self
+
+
+class RuntimeOptions(Section):
+    """Process and device."""
+
+    backend: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    """Seeds torch and numpy; sampling has its own seeds."""
+    jit_cache_dir: str | None = None
+    enforce_eager: bool = False
+    graph_interval: int = Field(8, ge=1)
+    gc_interval: int = Field(1000, ge=1)
+    batch_invariant: bool = False
+
+
+class ProfileHttpOptions(Section):
+    """The profiling endpoint (spec/engine.md §12)."""
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    port_base: int = Field(6070, ge=1, le=65535)
+    output_dir: str | None = None
+
+
+class ObservabilityOptions(Section):
+    """Logs and statistics."""
+
+    log_stats: bool = True
+    log_interval: int = 100
+    """Steps between log lines; 0 or less = never."""
+    nccl_mem_interval: int = Field(1000, ge=1)
+    profile_http: ProfileHttpOptions = ProfileHttpOptions()
+    log_level: Literal["off", "error", "warn", "info", "debug"] = "info"
+
+
+class DebugOptions(Section):
+    """Switches for experiments."""
+
+    force_imbalance: float = Field(0.0, ge=0)
+    force_balance: bool = False
+    disable_sync_guard: bool = False
+    cuda_memory_history: str | None = None
+    memory_tracing: bool = False
