@@ -125,7 +125,7 @@ def bf16_round(x: torch.Tensor) -> torch.Tensor:
 def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """float32 values of e4m3fn codes (uint8 or float8_e4m3fn), same shape."""
     codes = as_bytes(codes)
-    flat = codes.reshape(-1).to(torch.int32)
+    flat = codes.to(torch.int32).reshape(-1)
     return _e4m3_values(codes.device).index_select(0, flat).view(codes.shape)
 
 
@@ -149,7 +149,7 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """float32 values of unpacked e2m1 codes 0…15, same shape."""
     return (
         _e2m1_pair_values(codes.device)[:, 0]
-        .index_select(0, codes.reshape(-1).to(torch.int32))
+        .index_select(0, codes.to(torch.int32).reshape(-1))
         .view(codes.shape)
     )
 
@@ -168,7 +168,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 def decode_e2m1_packed(packed: torch.Tensor) -> torch.Tensor:
     """float32 values [..., 2n] of packed bytes [..., n] (uint8, or int8 as stored), low nibble first."""
     packed = as_bytes(packed)
-    flat = packed.reshape(-1).to(torch.int32)
+    flat = packed.to(torch.int32).reshape(-1)
     return (
         _e2m1_pair_values(packed.device).index_select(0, flat).view(*packed.shape[:-1], packed.shape[-1] * 2)
     )
@@ -242,7 +242,7 @@ def _index_exponents(grouped: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_index(x: torch.Tensor, group: int = INDEX_GROUP) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q4i (attention spec §9.4): float32 [..., n] → packed e2m1 [..., n/2], ue8m0 bytes [..., n/group], uint8."""
+    """Q4i (attention spec §9.4): float32 [..., n] → packed e2m1 [..., n/2], ue8m0 [..., n/group], uint8."""
     grouped = _groups(x.detach(), group)
     byte = _index_exponents(grouped)
     codes = encode_e2m1(grouped * _pow2_inverse(byte).unsqueeze(-1))
@@ -277,7 +277,7 @@ def _kv_codes(x: torch.Tensor, group: int, divide: bool) -> tuple[torch.Tensor, 
 def quantize_kv(
     x: torch.Tensor, group: int = KV_GROUP, *, divide: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q4k (attention spec §9.3): float32 [..., n] → packed e2m1 [..., n/2], e4m3 scales [..., n/group], uint8.
+    """Q4k (attention spec §9.3): float32 [..., n] → packed e2m1 [..., n/2], e4m3 [..., n/group], uint8.
 
     The product multiplies by fp32(1/6) and by the fp32 reciprocal of the scale. `divide` takes two true
     divisions instead (numeric variant `reference`): values halfway between two codes may go another way.
@@ -315,7 +315,7 @@ def dequant_fp8_weight(weight: torch.Tensor, scale: torch.Tensor, block: int = W
 
 
 def dequant_mxfp4_weight(weight: torch.Tensor, scale: torch.Tensor, group: int = INDEX_GROUP) -> torch.Tensor:
-    """float32 [..., o, i] of an MXFP4 weight: bytes [..., o, i/2], scales [..., o, i/group] (model spec §2.3)."""
+    """float32 [..., o, i] of an MXFP4 weight [..., o, i/2], scales [..., o, i/group] (model spec §2.3)."""
     return dequant_index(weight, scale, group)
 
 
