@@ -69,6 +69,14 @@ class JobConfig(Section):
     tools_column: str | None = None
     image_column: str | None = None
     sampling: JobSampling = JobSampling()
+    rows_per_part: int = Field(256, ge=1)
+    """Rows of an output part at most; a kill costs the rows of the open parts. Fixed at the first start."""
+    part_bytes: int = Field(64 << 20, ge=1)
+    """Uncompressed input bytes of a part at most (one row at least): wide rows go into smaller parts."""
+    max_row_bytes: int = Field(16 << 20, ge=1)
+    """A longer prompt (bytes of its text or ids) is an error row, `prompt_too_long`, without being tokenized."""
+    max_open_bytes: int = Field(1 << 30, ge=1)
+    """Input bytes of parts that are open at a time; more is not read ahead."""
     max_gangs: int | None = Field(None, ge=1)
     """Upper bound of gangs (fleets) that run at once; None = as many as the cluster holds."""
     max_error_rate: float = Field(1.0, ge=0, le=1)
