@@ -35,7 +35,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """Bytes of one vocabulary piece. Added tokens (`<｜User｜>`) hold characters outside the byte map and stand
+    """Bytes of one vocabulary piece. Added tokens (`<｜User｜>`) hold other characters and stand
     for their own UTF-8."""
     if byte_level:
         mapped = [_BYTE_OF_CHAR.get(char, -1) for char in piece]

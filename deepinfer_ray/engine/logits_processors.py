@@ -116,22 +116,3 @@ def needs_edits(params: SamplingParams) -> bool:
         or params.frequency_penalty
         or params.presence_penalty
     )
-
-
-def parse_blacklist(text: str, vocab_size: int) -> np.ndarray:
-    """int64 ids of a list like `0..3,7` (inclusive ranges, strictly increasing); `ValueError` otherwise."""
-    ids: list[int] = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        first, _, last = part.partition("..")
-        try:
-            low, high = int(first), int(last or first)
-        except ValueError:
-            raise ValueError(
-                f"sampling.token_blacklist: {part!r} is neither an id nor a range a..b"
-            ) from None
-        if low > high or (ids and low <= ids[-1]) or low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"sampling.token_blacklist: {part!r} must increase strictly and lie in [0, {vocab_size - 1}]"
-            )
-        ids.extend(range(low, high + 1))
-    return np.asarray(ids, np.int64)

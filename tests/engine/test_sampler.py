@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepinfer_ray.engine import sampler
-from deepinfer_ray.engine.logits_processors import LogitEdits, parse_blacklist
+from deepinfer_ray.engine.logits_processors import LogitEdits
 from deepinfer_ray.engine.philox import random_words, seed_bits
 from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.engine.sampler import SampleRows, log_distribution, sample, select
@@ -351,11 +351,3 @@ def test_logit_bias_adds_and_min_tokens_bans_the_ends() -> None:
     unbanned = edited(params, [0], [7, 7], LOGITS)
     assert unbanned[1] == -1.0
     assert unbanned[5] == 101.5
-
-
-def test_blacklist_ranges() -> None:
-    assert parse_blacklist("0..3, 7", 10).tolist() == [0, 1, 2, 3, 7]
-    assert parse_blacklist("", 10).size == 0
-    for text, words in (("3..1", "increase"), ("4,4", "increase"), ("9..10", r"\[0, 9\]"), ("a", "neither")):
-        with pytest.raises(ValueError, match=words):
-            parse_blacklist(text, 10)

@@ -1,0 +1,226 @@
+"""What a step needs from the sequence table: tokens, n-gram windows, sampling columns.
+
+Knows: `StepPlan` and `SequenceTable` (spec/engine.md §8.1, §8.3, §8.5). Does not know: the cache's geometry
+(the metadata builders do), the model, how tokens are drawn. Vectorised over sequences; only rows that asked
+for penalties, biases or a minimum length are visited one by one.
+
+Shape letters: n sequences, T rows, N drafts, G n-gram order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepinfer_ray.engine.logits_processors import LogitEdits
+from deepinfer_ray.engine.plan import StepPlan
+from deepinfer_ray.engine.sampler import SampleRows
+from deepinfer_ray.engine.table import SequenceTable
+
+
+@dataclass(slots=True)
+class StepRows:
+    """Where the T rows of a plan come from. seq_of_row, row_in_seq, positions: int64 [T]."""
+
+    seq_of_row: np.ndarray
+    row_in_seq: np.ndarray
+    positions: np.ndarray
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepRows:
+        seq_of_row = np.repeat(np.arange(plan.num_seqs), plan.q)
+        starts = np.cumsum(plan.q) - plan.q
+        row_in_seq = np.arange(len(seq_of_row)) - starts[seq_of_row]
+        return cls(seq_of_row, row_in_seq, (plan.k - plan.q)[seq_of_row] + row_in_seq)
+
+
+@dataclass(slots=True)
+class HistoryReader:
+    """Token ids and Engram ids by (row, position), drafts included where a position lies beyond `len`.
+
+    order: G, ids per n-gram window. pad: compressed id that stands for blocked places (spec/model.md §3.4).
+    """
+
+    table: SequenceTable
+    order: int
+    pad: int
+
+    def tokens(self, plan: StepPlan, rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
+        """input ids int32 [T] and n-gram windows int32 [T, G] of a step whose tokens the host knows."""
+        owner_T = plan.rows[rows.seq_of_row]
+        ids_T = self._read(self.table.tokens, self.table.draft, owner_T, rows.positions)
+        places_TG = rows.positions[:, None] - np.arange(self.order)
+        windows_TG = self._read_compressed(owner_T[:, None], places_TG)
+        return ids_T, block_after_gap(windows_TG, self.pad)
+
+    def overlapped(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The host's part of a step that follows an uncommitted one (spec/engine.md §8.3).
+
+        Returns fresh_ids int32 [n, N+1], the same through the Engram lookup, and the window int32 [n, N+G-1]:
+        the G-1 ids before the step's first row (before the in-flight rows for overlapping sequences), then
+        the N drafts in flight (pads for fresh sequences).
+        """
+        table, overlapping = self.table, plan.remap >= 0
+        length, drafts = table.len[plan.rows].astype(np.int64), table.num_drafts
+        first = np.where(overlapping, length, length - 1)
+        fresh_ids = np.concatenate(
+            [table.tokens[plan.rows, length - 1][:, None], table.draft[plan.rows]], axis=1
+        )
+        places = first[:, None] - np.arange(self.order - 1, 0, -1)
+        history = self._read_compressed(plan.rows[:, None], places)
+        in_flight = np.where(overlapping[:, None], table.compress_ids(table.draft[plan.rows]), self.pad)
+        window = np.concatenate([np.where(places < 0, self.pad, history), in_flight], axis=1)
+        assert window.shape == (plan.num_seqs, drafts + self.order - 1)
+        return fresh_ids, table.compress_ids(fresh_ids), window
+
+    def _read(
+        self, arena: np.ndarray, drafts: np.ndarray, owner: np.ndarray, places: np.ndarray
+    ) -> np.ndarray:
+        values = arena[owner, np.maximum(places, 0)]
+        if drafts.shape[1]:
+            beyond = places - self.table.len[owner]
+            values = np.where(beyond >= 0, drafts[owner, np.clip(beyond, 0, drafts.shape[1] - 1)], values)
+        return values
+
+    def _read_compressed(self, owner: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """-1 before the first token; images are -1 already."""
+        values = self.table.compressed[owner, np.maximum(places, 0)]
+        drafts = self.table.draft
+        if drafts.shape[1]:
+            beyond = places - self.table.len[owner]
+            proposed = drafts[owner, np.clip(beyond, 0, drafts.shape[1] - 1)]
+            values = np.where(beyond >= 0, self.table.compress_ids(proposed), values)
+        return np.where(places < 0, -1, values)
+
+
+def block_after_gap(windows_TG: np.ndarray, pad: int) -> np.ndarray:
+    """Blocking is sticky: from the first -1 (image, or before the start) on, all older places are `pad`."""
+    return np.where(np.logical_or.accumulate(windows_TG < 0, axis=1), pad, windows_TG)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """Device results of the uncommitted previous step, in its own batch order.
+
+    sampled: int64 [m]. drafts: int64 [m, N]. accepted: int64 [m], accepted drafts.
+    """
+
+    sampled: torch.Tensor
+    drafts: torch.Tensor
+    accepted: torch.Tensor
+
+
+def gather_in_flight(
+    remap: torch.Tensor,
+    fresh_ids: torch.Tensor,
+    fresh_compressed: torch.Tensor,
+    window: torch.Tensor,
+    previous: InFlight,
+    lookup: torch.Tensor | None,
+    pad: int,
+    rows: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """input ids int64 [T] and n-gram windows int64 [T, G] where the previous step is still in flight.
+
+    Device counterpart of `HistoryReader.tokens` (spec/speculative.md §3.5, spec/engine.md §8.3). remap:
+    [n], -1 = fresh. fresh_*: [n, N+1]. window: [n, N+G-1]. lookup: [ids] token id → Engram id, None = identity.
+    rows: (sequence of each row [T], row in its sequence [T]).
+    """
+    seq_T, step_T = rows
+    drafts = fresh_ids.shape[1] - 1
+    order = window.shape[1] - drafts + 1
+    overlapping_n = remap >= 0
+    source_n = remap.clamp_min(0)
+    current = torch.cat([previous.sampled[source_n, None], previous.drafts[source_n]], dim=1)
+    ids_nC = torch.where(overlapping_n[:, None], current, fresh_ids)
+    compressed = current if lookup is None else _look_up(lookup, current)
+    compressed_nC = torch.where(overlapping_n[:, None], compressed, fresh_compressed)
+    rejected_n = torch.where(overlapping_n, drafts - previous.accepted[source_n], drafts)
+
+    back_G = torch.arange(order, device=remap.device)
+    offset_TG = step_T[:, None] - back_G
+    inside_TG = offset_TG >= 0
+    recent_TG = compressed_nC[seq_T[:, None], offset_TG.clamp_min(0)]
+    if window.shape[1]:
+        place_TG = window.shape[1] - rejected_n[seq_T, None] + offset_TG
+        older_TG = window[seq_T[:, None], place_TG.clamp(0, window.shape[1] - 1)]
+        recent_TG = torch.where(inside_TG, recent_TG, older_TG)
+    blocked_TG = (recent_TG < 0).cumsum(dim=1) > 0
+    return ids_nC[seq_T, step_T], torch.where(blocked_TG, pad, recent_TG)
+
+
+def _look_up(lookup: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    inside = ids < len(lookup)
+    return torch.where(inside, lookup[torch.where(inside, ids, 0)], -1)
+
+
+def sample_rows(plan: StepPlan, table: SequenceTable, members: np.ndarray) -> SampleRows:
+    """Sampling columns of the sequences `members` (indices into the plan), one row each.
+
+    The row predicts the token at position k (spec/speculative.md §5.5); call it once everything before that
+    token is committed.
+    """
+    rows = plan.rows[members]
+    output_len = table.len[rows] - table.prompt_len[rows]
+    edited = table.has_penalty[rows] | table.has_bias[rows] | (output_len < table.min_tokens[rows])
+    edits = None
+    if edited.any():
+        edits = LogitEdits()
+        for index in np.flatnonzero(edited).tolist():
+            _add_edits(edits, index, int(rows[index]), table)
+    return SampleRows(
+        temperature=table.temperature[rows],
+        top_p=table.top_p[rows],
+        top_k=table.top_k[rows],
+        min_p=table.min_p[rows],
+        seeds=table.seed[rows].view(np.int64),
+        positions=plan.k[members].astype(np.int64),
+        top_logprobs=table.num_logprobs[rows],
+        edits=edits,
+    )
+
+
+def _add_edits(edits: LogitEdits, index: int, row: int, table: SequenceTable) -> None:
+    sequence = table.sequences[row]
+    if sequence is None:  # released meanwhile; its sample is discarded
+        return
+    start, end = int(table.prompt_len[row]), int(table.len[row])
+    ends = [int(token) for token in table.stop_ids[row, : table.n_stop_ids[row]]]
+    if table.eos[row] >= 0:
+        ends.append(int(table.eos[row]))
+    tokens = table.tokens[row]
+    edits.add_row(index, sequence.request.params, tokens[:start], tokens[start:end], ends)
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Rows of a prompt step whose next prompt token is to be scored.
+
+    rows: int64 [S] query rows. targets: int64 [S]. spans: (plan index, first target position, count) each.
+    """
+
+    rows: np.ndarray
+    targets: np.ndarray
+    spans: list[tuple[int, int, int]]
+
+
+def prompt_scores(plan: StepPlan, table: SequenceTable) -> PromptScores | None:
+    """What prompt log-probabilities need from this step; None if nobody asked."""
+    row_parts, target_parts, spans = [], [], []
+    starts = np.cumsum(plan.q) - plan.q
+    for index in range(plan.num_seqs):
+        row = int(plan.rows[index])
+        sequence = table.sequences[row]
+        if sequence is None or sequence.request.params.prompt_logprobs is None:
+            continue
+        begin = int(plan.k[index] - plan.q[index])
+        count = min(int(plan.k[index]), int(table.prompt_len[row]) - 1) - begin
+        if count > 0:
+            row_parts.append(np.arange(count) + int(starts[index]))
+            target_parts.append(table.tokens[row, begin + 1 : begin + 1 + count].astype(np.int64))
+            spans.append((index, begin + 1, count))
+    if not spans:
+        return None
+    return PromptScores(np.concatenate(row_parts), np.concatenate(target_parts), spans)
