@@ -1,23 +1,37 @@
 """The index plans of one step: which rows go in, what they may see, where their cache records live.
 
-Knows: lengths, block tables, state slots, the cache geometry (spec/attention.md §11, spec/engine.md §8).
+Knows: lengths, block tables, state slots, the cache geometry (attention spec §11, engine spec §8).
 Does not know: requests, sampling, weights. Everything that a forward pass needs beside token ids is built
-here and nowhere else.
+here and nowhere else: `build_prefill`, `build_decode`.
 
-Shape letters: n sequences, T query rows, G n-gram order, W window, R ring rows, r compression ratio.
+Shape letters: n sequences, T query rows, G n-gram order, W window, S ring rows, C state ring rows,
+r compression ratio, E entry rows, K gathered entries, B blocks a table.
 All index tensors are int64 on the model's device (torch indexes with int64), -1 means "none".
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 import torch
+
+from deepinfer_ray.cache import load_plan
+from deepinfer_ray.cache.layout import CacheLayout
+
+TruncationMode = Literal["off", "mask", "compact"]
 
 
 @dataclass(slots=True)
 class RatioPlan:
-    """What one compression ratio needs in a step (spec/attention.md §4.3, §11)."""
+    """What one compression ratio needs in a step (attention spec §4.3, §11).
+
+    Entry rows: in prefill each sequence owns `max(1, ⌊k/r⌋ - ⌊q_start/r⌋)` of them, a dummy included; in
+    decode there is one per query row, and only rows in `closing` produce an entry.
+    """
 
     ratio: int
     entry_positions: torch.Tensor
@@ -26,15 +40,43 @@ class RatioPlan:
     """[E] pool slot `block * (128/r) + offset` of every entry row, -1 where nothing is produced."""
     klen: torch.Tensor
     """[T] entries visible to each query row: floor((pos+1)/r)."""
+    entry_ring: torch.Tensor
+    """[E, r] flat ring row `slot * C + pos % C` of the group's members. Prefill: -1 for members of this
+    step. Decode: all members (they are stored first), -1 on rows that close no group."""
     # Prefill only.
     entry_rows: torch.Tensor | None = None
     """[E, r] row of the step's new tokens that each member of the group comes from, -1 = from the ring."""
-    entry_ring: torch.Tensor | None = None
-    """[E, r] flat ring row `slot * C + pos % C` of members that precede this chunk, -1 = from the step."""
     load_slots: torch.Tensor | None = None
     """[K] pool slots of the gathered prefix of all sequences, -1 = a zero row; K = sum max(1, floor(k/r))."""
     ks: torch.Tensor | None = None
     """[T] first gathered row of the query row's sequence."""
+    # Decode only.
+    closing: torch.Tensor | None = None
+    """[E'] query rows that close a group, ascending (every row for ratio 1)."""
+
+
+@dataclass(slots=True)
+class ConsumerPlan:
+    """What layers at and behind `n_prefill_layer` see under truncation (attention spec §13.2).
+
+    Fields have the meaning of `StepMetadata`, for the T' kept rows. Compressed visibility is never truncated.
+    """
+
+    rows: torch.Tensor | None
+    """[T'] kept rows of the step; None in mode `mask`, where all rows are computed."""
+    num_rows: int
+    positions: torch.Tensor
+    valid: torch.Tensor
+    image_mask: torch.Tensor | None
+    seq_of_row: torch.Tensor
+    cu_q: torch.Tensor
+    last_rows: torch.Tensor
+    swa_store: torch.Tensor
+    """[T'] ring record, also -1 on a placeholder row (one that lies before the rectangle)."""
+    swa_keys: torch.Tensor
+    """[T', W] rows of the buffer [history n*W | kept rows T']."""
+    klen: dict[int, torch.Tensor]
+    ks: dict[int, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -52,7 +94,7 @@ class StepMetadata:
     positions: torch.Tensor
     """[T] absolute positions."""
     ngram_ids: torch.Tensor
-    """[T, G] compressed ids of the tokens at pos, pos-1, …; see spec/model.md §3.4."""
+    """[T, G] compressed ids of the tokens at pos, pos-1, …; see model spec §3.4. G = 0 without Engram."""
     valid: torch.Tensor
     """[T] bool, False on placeholder rows: the router drops them."""
     image_mask: torch.Tensor | None
@@ -64,7 +106,7 @@ class StepMetadata:
     last_rows: torch.Tensor
     """[n] last query row of each sequence (the row that is sampled after prefill)."""
     swa_store: torch.Tensor
-    """[T] ring record `state * R + pos % R`, -1 = not stored (only the last R rows of a chunk are)."""
+    """[T] ring record `state * S + pos % S`, -1 = not stored (only the last S rows of a chunk are)."""
     swa_keys: torch.Tensor
     """[T, W] window keys, oldest first, -1 padded. Prefill: rows of the buffer
     [history n*W | chunk T]. Decode: ring records."""
@@ -74,8 +116,322 @@ class StepMetadata:
     # Prefill only.
     swa_history: torch.Tensor | None = None
     """[n*W] ring records of the W positions before each chunk, -1 = zero row."""
+    consumer: ConsumerPlan | None = None
+    """The plan of consumer layers when a truncation mode is on; None = they see what the others see."""
     # Decode only.
     block_tables: torch.Tensor | None = None
     """[T, B] block ids of the row's sequence, 0 padded."""
     seq_rows_closing: dict[int, torch.Tensor] = field(default_factory=dict)
-    """ratio -> [E'] rows that close a group (decode; every row for ratio 1)."""
+    """ratio -> [E'] rows that close a group (decode; every row for ratio 1); the plans' `closing`."""
+    max_klen: dict[int, int] = field(default_factory=dict)
+    """ratio -> the largest klen of the step, known on the host (no device read is needed to size buffers)."""
+
+
+class _Upload:
+    """Collects host integer arrays and moves them to the device in one transfer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.arrays: list[np.ndarray] = []
+
+    def add(self, array: np.ndarray) -> int:
+        self.arrays.append(array)
+        return len(self.arrays) - 1
+
+    def send(self) -> list[torch.Tensor]:
+        """int64 tensors of the added arrays, in order: views of one buffer."""
+        sizes = [array.size for array in self.arrays]
+        host = np.empty(sum(sizes), np.int64)
+        at = 0
+        for array, size in zip(self.arrays, sizes, strict=True):
+            host[at : at + size] = array.reshape(-1)
+            at += size
+        buffer = torch.from_numpy(host)
+        if self.device.type != "cpu":
+            buffer = buffer.pin_memory() if self.device.type == "cuda" else buffer
+            buffer = buffer.to(self.device, non_blocking=True)
+        parts = buffer.split_with_sizes(sizes)
+        return [
+            part if array.ndim == 1 else part.view(array.shape)
+            for part, array in zip(parts, self.arrays, strict=True)
+        ]
+
+
+@functools.lru_cache(maxsize=16)
+def _ring_windows(window: int, ring_rows: int, device: torch.device) -> torch.Tensor:
+    """int64 [S, W]: ring offsets of W consecutive positions, the first at offset f; row f."""
+    first = torch.arange(ring_rows).unsqueeze(1)
+    return ((first + torch.arange(window)) % ring_rows).to(device)
+
+
+def _expand_pivots(pivots_T4: torch.Tensor, window: int) -> torch.Tensor:
+    """int64 [T, W]: buffer rows of each query row's window keys, -1 padded (attention spec §11.3)."""
+    p0, l0, p1, l1 = pivots_T4.unsqueeze(-1).unbind(1)
+    column = torch.arange(window, device=pivots_T4.device)
+    keys = torch.where(column < l0, p0 + column, p1 + (column - l0))
+    return keys.masked_fill_(column >= l0 + l1, -1)
+
+
+def _to_bool(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array, np.bool_)).to(device)
+
+
+def _valid_rows(valid: np.ndarray | None, rows: int, device: torch.device) -> torch.Tensor:
+    given = _to_bool(valid, device)
+    return torch.ones(rows, dtype=torch.bool, device=device) if given is None else given
+
+
+def build_prefill(
+    layout: CacheLayout,
+    ratios: Sequence[int],
+    *,
+    q: np.ndarray,
+    k: np.ndarray,
+    state_ids: np.ndarray,
+    block_tables: np.ndarray,
+    input_ids: np.ndarray,
+    ngram_ids: np.ndarray,
+    valid: np.ndarray | None = None,
+    image_mask: np.ndarray | None = None,
+    valid_start: np.ndarray | None = None,
+    truncation: TruncationMode = "off",
+    keep_tokens: int = 0,
+    total: np.ndarray | None = None,
+    device: torch.device | str = "cpu",
+) -> StepMetadata:
+    """Metadata of a prefill step: sequence i brings tokens `[k_i - q_i, k_i)`.
+
+    ratios: the compression ratios in use (`Topology.ratios`). q, k: int [n]. state_ids: int [n].
+    block_tables: int [n, B], at least ⌈k/128⌉ valid columns. input_ids: int [T]. ngram_ids: int [T, G].
+    valid, image_mask: bool [T]. valid_start: int [n], first position with window history (default 0).
+    truncation, keep_tokens: attention spec §13.2; `total` int [n] is then the whole known length of each
+    sequence. The caller validates with `cache.checks` where the inputs are not its own.
+    """
+    device = torch.device(device)
+    up = _Upload(device)
+    n, window, ring = len(q), layout.window, layout.ring_rows
+    q, k, state_ids = q.astype(np.int64), k.astype(np.int64), state_ids.astype(np.int64)
+    start = k - q
+    cu = load_plan.exclusive_sums(q)
+    seq, j = load_plan.ragged_arange(q, cu)
+    pos = start[seq] + j
+    state_T, rest = state_ids[seq], k[seq] - pos
+    up.add(input_ids)
+    up.add(pos)
+    up.add(ngram_ids)
+    up.add(seq)
+    up.add(cu)
+    up.add(cu[1:] - 1)
+    swa_store = np.where(rest <= ring, state_T * ring + pos % ring, -1)
+    up.add(swa_store)
+    up.add(np.where(rest <= layout.state_rows, state_T * layout.state_rows + pos % layout.state_rows, -1))
+    up.add(load_plan.window_records(start, state_ids, window, ring, valid_start))
+    up.add(load_plan.window_pivots(q, k, window, valid_start=valid_start))
+    ks: dict[int, np.ndarray] = {}
+    for ratio in ratios:
+        first, last = start // ratio, k // ratio
+        counts = np.maximum(last - first, 1)
+        owner, e = load_plan.ragged_arange(counts, load_plan.exclusive_sums(counts))
+        real = (last > first)[owner]
+        entry = np.where(real, first[owner] + e, 0)
+        member = entry[:, None] * ratio + np.arange(ratio)
+        before = member < start[owner][:, None]
+        up.add(entry * ratio)
+        up.add(
+            np.where(
+                real, load_plan.entry_slots(block_tables, owner, entry, layout.block_tokens // ratio), -1
+            )
+        )
+        up.add((pos + 1) // ratio)
+        rows = (cu[:-1] - start)[owner][:, None] + member
+        ring_rows = state_ids[owner][:, None] * layout.state_rows + member % layout.state_rows
+        up.add(np.where(real[:, None] & before, ring_rows, -1))
+        up.add(np.where(real[:, None] & ~before, rows, -1))
+        slots, starts = load_plan.compressed_slots(k, block_tables, ratio, layout.block_tokens)
+        up.add(slots)
+        ks[ratio] = starts[:-1]
+        up.add(starts[seq])
+    tensors = iter(up.send())
+    meta = StepMetadata(
+        is_prefill=True,
+        num_seqs=n,
+        num_rows=len(pos),
+        input_ids=next(tensors),
+        positions=next(tensors),
+        ngram_ids=next(tensors),
+        valid=_valid_rows(valid, len(pos), device),
+        image_mask=_to_bool(image_mask, device),
+        seq_of_row=next(tensors),
+        cu_q=next(tensors),
+        last_rows=next(tensors),
+        swa_store=next(tensors),
+        ring_positions=next(tensors),
+        swa_history=next(tensors),
+        swa_keys=_expand_pivots(next(tensors), window),
+    )
+    for ratio in ratios:
+        meta.ratios[ratio] = RatioPlan(
+            ratio,
+            entry_positions=next(tensors),
+            entry_slots=next(tensors),
+            klen=next(tensors),
+            entry_ring=next(tensors),
+            entry_rows=next(tensors),
+            load_slots=next(tensors),
+            ks=next(tensors),
+        )
+        meta.max_klen[ratio] = int(k.max()) // ratio
+    if truncation != "off":
+        assert total is not None, "truncation needs the whole known length of each sequence"
+        floor = load_plan.replay_floor(total, keep_tokens)
+        meta.consumer = _consumer_plan(meta, q, k, pos, swa_store, ks, layout, valid_start, floor, truncation)
+    return meta
+
+
+def _consumer_plan(
+    meta: StepMetadata,
+    q: np.ndarray,
+    k: np.ndarray,
+    pos: np.ndarray,
+    swa_store: np.ndarray,
+    ks: dict[int, np.ndarray],
+    layout: CacheLayout,
+    valid_start: np.ndarray | None,
+    floor: np.ndarray,
+    truncation: TruncationMode,
+) -> ConsumerPlan:
+    compact = truncation == "compact"
+    clip = load_plan.compact_clip(q, k, floor) if compact else np.zeros(len(q), np.int64)
+    pivots = load_plan.window_pivots(q, k, layout.window, valid_start=valid_start, floor=floor, clip=clip)
+    kept = q - clip
+    cu = load_plan.exclusive_sums(kept)
+    seq, row = load_plan.ragged_arange(kept, cu)
+    rows = load_plan.exclusive_sums(q)[seq] + clip[seq] + row
+    pos = pos[rows]
+    store = np.where(pos < floor[seq], -1, swa_store[rows]) if compact else swa_store
+    up = _Upload(meta.positions.device)
+    for array in (rows, pos, seq, cu, cu[1:] - 1, store, pivots):
+        up.add(array)
+    for ratio in ks:
+        up.add((pos + 1) // ratio)
+    for start in ks.values():
+        up.add(start[seq])
+    tensors = iter(up.send())
+    rows_T = next(tensors)
+    return ConsumerPlan(
+        rows=rows_T if compact else None,
+        num_rows=len(pos),
+        positions=next(tensors),
+        valid=meta.valid[rows_T],
+        image_mask=None if meta.image_mask is None else meta.image_mask[rows_T],
+        seq_of_row=next(tensors),
+        cu_q=next(tensors),
+        last_rows=next(tensors),
+        swa_store=next(tensors),
+        swa_keys=_expand_pivots(next(tensors), layout.window),
+        klen={ratio: next(tensors) for ratio in ks},
+        ks={ratio: next(tensors) for ratio in ks},
+    )
+
+
+def build_decode(
+    layout: CacheLayout,
+    ratios: Sequence[int],
+    *,
+    q: np.ndarray,
+    k: np.ndarray,
+    state_ids: np.ndarray,
+    block_tables: np.ndarray,
+    input_ids: np.ndarray,
+    ngram_ids: np.ndarray,
+    valid: np.ndarray | None = None,
+    device: torch.device | str = "cpu",
+) -> StepMetadata:
+    """Metadata of a decode or verify step: rows of sequence i sit at positions `[k_i - q_i, k_i)`, q ≥ 1.
+
+    Arguments as in `build_prefill`; `block_tables` needs the blocks of all k_i tokens, and only columns that
+    the longest sequence uses are copied. `valid` is False on placeholder rows (state 0, block 0).
+    """
+    device = torch.device(device)
+    up = _Upload(device)
+    n, window, ring, states = len(q), layout.window, layout.ring_rows, layout.state_rows
+    k = k.astype(np.int64)
+    state_T = state_ids.astype(np.int64)
+    longest = int(k.max())
+    tables = block_tables[:, : layout.blocks_for(longest)]
+    cu = load_plan.exclusive_sums(q)
+    if cu[-1] == n:
+        seq, pos = np.arange(n), k - 1
+    else:
+        seq, j = load_plan.ragged_arange(q, cu)
+        pos = (k - q)[seq] + j
+        state_T, tables = state_T[seq], tables[seq]
+    ring_base = state_T * ring
+    length = np.minimum(pos + 1, window)
+    up.add(input_ids)
+    up.add(pos)
+    up.add(ngram_ids)
+    up.add(seq)
+    up.add(cu)
+    up.add(cu[1:] - 1)
+    up.add(ring_base + pos % ring)
+    up.add(state_T * states + pos % states)
+    up.add(tables)
+    up.add((pos - length + 1) % ring)
+    up.add(ring_base)
+    up.add(length)
+    rows_T = np.arange(len(pos))
+    for ratio in ratios:
+        klen = (pos + 1) // ratio
+        entry = klen - 1
+        slots = load_plan.entry_slots(tables, rows_T, np.maximum(entry, 0), layout.block_tokens // ratio)
+        entry_positions, closing = entry * ratio, rows_T
+        members = state_T[:, None] * states + (entry_positions[:, None] + np.arange(ratio)) % states
+        if ratio > 1:
+            closes = (pos + 1) % ratio == 0
+            closing = rows_T[closes]
+            entry_positions = np.where(closes, entry_positions, 0)
+            slots = np.where(closes, slots, -1)
+            members = np.where(closes[:, None], members, -1)
+        up.add(entry_positions)
+        up.add(slots)
+        up.add(klen)
+        up.add(members)
+        up.add(closing)
+    tensors = iter(up.send())
+    meta = StepMetadata(
+        is_prefill=False,
+        num_seqs=n,
+        num_rows=len(pos),
+        input_ids=next(tensors),
+        positions=next(tensors),
+        ngram_ids=next(tensors),
+        valid=_valid_rows(valid, len(pos), device),
+        image_mask=None,
+        seq_of_row=next(tensors),
+        cu_q=next(tensors),
+        last_rows=next(tensors),
+        swa_store=next(tensors),
+        ring_positions=next(tensors),
+        block_tables=next(tensors),
+        swa_keys=_ring_windows(window, ring, device).index_select(0, next(tensors)),
+    )
+    meta.swa_keys.add_(next(tensors).unsqueeze(1))
+    length_T = next(tensors)
+    if int(length.min()) < window:
+        column = torch.arange(window, device=device)
+        meta.swa_keys.masked_fill_(column >= length_T.unsqueeze(1), -1)
+    for ratio in ratios:
+        plan = RatioPlan(
+            ratio,
+            entry_positions=next(tensors),
+            entry_slots=next(tensors),
+            klen=next(tensors),
+            entry_ring=next(tensors),
+            closing=next(tensors),
+        )
+        meta.ratios[ratio] = plan
+        meta.max_klen[ratio] = longest // ratio
+        assert plan.closing is not None
+        meta.seq_rows_closing[ratio] = plan.closing
+    return meta
