@@ -1,0 +1,1 @@
+"""The batch application: rows of a data set in, one output row each, exactly once."""

@@ -1,0 +1,138 @@
+"""The thread that reads and encodes ahead, and the budget that keeps it from reading too far.
+
+Knows: the order of rows, how much may be open. Does not know: the backend, results, the output.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from deepinfer_ray.job.encode import EncodedRow, Encoder
+from deepinfer_ray.job.plan import Part
+from deepinfer_ray.job.source import read_parts
+
+QUEUE_BYTES = 64 << 20
+"""Bytes of encoded prompts that wait for the backend at most."""
+
+
+@dataclass(slots=True, eq=False)
+class FedRow:
+    """Row `index` of `part`; `table` comes with the part's first row alone."""
+
+    part: Part
+    index: int
+    row: EncodedRow
+    table: pa.Table | None
+
+
+class Feeder:
+    """Rows in plan order through a bounded queue; `take` and `hold` are called by one other thread.
+
+    At most `queue_rows` rows and `QUEUE_BYTES` of prompts wait in the queue. A part is begun, which holds the
+    bytes of its table, only while the bytes held stay below `max_open_bytes`; one part is always allowed.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[Part],
+        encoder: Encoder,
+        *,
+        queue_rows: int,
+        max_open_bytes: int,
+        reader: Callable[[Iterable[Part]], Iterator[tuple[Part, pa.Table]]] = read_parts,
+    ) -> None:
+        self._tables = reader(parts)
+        self._encoder = encoder
+        self._max_open_bytes = max_open_bytes
+        self._queue: queue.Queue[FedRow | BaseException | None] = queue.Queue(queue_rows)
+        self._changed = threading.Condition()
+        self._open_bytes = 0
+        self._queued_bytes = 0
+        self._stop = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every row was taken."""
+        return self._ended
+
+    def take(self) -> FedRow | None:
+        """The next row if one is ready. Raises what the thread failed with."""
+        if self._ended:
+            return None
+        try:
+            item = self._queue.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(item, FedRow):
+            with self._changed:
+                self._queued_bytes -= _bytes(item)
+                self._changed.notify()
+            return item
+        self._ended = True
+        if item is not None:
+            raise item
+        return None
+
+    def hold(self, size: int) -> None:
+        """`size` more bytes belong to open parts; negative when a part was committed or dropped."""
+        with self._changed:
+            self._open_bytes += size
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Ends the thread; rows that were not taken are dropped."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify()
+        self._ended = True
+
+    def _run(self) -> None:
+        try:
+            for part, table in self._tables:
+                if not self._open(table):
+                    return
+                for index, row in enumerate(self._encoder.encode(part, table)):
+                    if not self._put(FedRow(part, index, row, table if index == 0 else None)):
+                        return
+            self._put(None)
+        except BaseException as error:  # the thread that takes rows must hear of it
+            self._put(error)
+
+    def _open(self, table: pa.Table) -> bool:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._stop.is_set()
+                    or self._open_bytes == 0
+                    or self._open_bytes + table.nbytes <= self._max_open_bytes
+                )
+            )
+            self._open_bytes += table.nbytes
+        return not self._stop.is_set()
+
+    def _put(self, item: FedRow | BaseException | None) -> bool:
+        if isinstance(item, FedRow):
+            with self._changed:
+                self._changed.wait_for(lambda: self._stop.is_set() or self._queued_bytes <= QUEUE_BYTES)
+                self._queued_bytes += _bytes(item)
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.2)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def _bytes(item: FedRow) -> int:
+    return 0 if item.row.prompt is None else int(item.row.prompt.nbytes)

@@ -1,0 +1,393 @@
+"""One `generate` from its configuration to its summary: plan, check, resume or start, run, sum up.
+
+Knows: the order of the steps and what a resumed run compares. Does not know: how a backend runs rows, what a
+command line looks like. Everything that can be refused is refused before a backend is made.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_ray import __version__
+from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.config.hf import ModelConfig
+from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
+from deepinfer_ray.errors import CheckpointError, ConfigError, DeepInferError
+from deepinfer_ray.fleet.backend import Backend
+from deepinfer_ray.job.encode import Columns, Encoder, RowRules, TextTokenizer
+from deepinfer_ray.job.feeder import Feeder
+from deepinfer_ray.job.lease import Lease
+from deepinfer_ray.job.ledger import (
+    CONFIG,
+    SUMMARY,
+    Ledger,
+    build_manifest,
+    digest,
+    model_fingerprint,
+    planned_rows_per_part,
+)
+from deepinfer_ray.job.plan import InputPlan, Part, plan_input
+from deepinfer_ray.job.progress import Progress
+from deepinfer_ray.job.runner import Ending, Runner
+from deepinfer_ray.job.schema import check_names, kept_columns
+from deepinfer_ray.job.signals import StopNow, StopSignals
+from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter
+from deepinfer_ray.job.source import check_ids
+from deepinfer_ray.job.store import Store, resolve
+from deepinfer_ray.job.summary import Summary
+
+QUEUE_ROWS = 1024
+"""Encoded rows that wait for the backend at most."""
+
+BackendFactory = Callable[[EngineConfig, ModelConfig], Backend]
+"""Resolved engine configuration and model → a backend that was not started."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`exit_code` 0, 3, 4, 5, 130 or 143; `error`: what a person is told when it is 3, 4 or 5."""
+
+    summary: Summary
+    exit_code: int
+    error: DeepInferError | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that passed every check that needs no output directory."""
+
+    job: JobConfig
+    engine: EngineConfig
+    model: ModelConfig
+    model_dir: Path
+    columns: Columns
+    rules: RowRules
+    plan: InputPlan
+
+
+def generate(config: RunConfig, make_backend: BackendFactory, say: Say, signals: StopSignals) -> Outcome:
+    """Run a job. Raises `ConfigError`, `CheckpointError`, `InputError` before anything is started.
+
+    `say` gets lines for a person (never a prompt). Errors of the run itself come back in the `Outcome`, so
+    that its summary is printed.
+    """
+    prepared = prepare(config, say)
+    store = Store(str(prepared.job.output))
+    store.make()
+    lease = Lease(store)
+    lease.acquire()
+    try:
+        return _run_leased(prepared, config, store, lease, make_backend, say, signals)
+    finally:
+        lease.release()
+
+
+def prepare(config: RunConfig, say: Say) -> Prepared:
+    """Check configuration, model directory and input; say what is defaulted."""
+    job = config.job
+    columns = _columns(job)
+    if not job.input:
+        raise ConfigError("no input: give --input with Parquet files, directories or globs")
+    if not job.output:
+        raise ConfigError("no output: give --output with a directory")
+    if config.model.path is None:
+        raise ConfigError("no model: give --model with a checkpoint directory")
+    model_dir = Path(config.model.path)
+    model = ModelConfig.load(model_dir)
+    engine = config.engine.resolve(model)
+    _refuse_nested(job)
+    plan = plan_input(job.input, rows_per_part=job.rows_per_part, limit=job.limit, part_bytes=job.part_bytes)
+    for file in plan.files:
+        columns.check(file)
+        check_names(file.schema.names, job.output_prefix or "", file.name)
+    if plan.ignored_files:
+        say(f"{plan.ignored_files} files in the input directories do not end in .parquet and are left out")
+    sampling = _sampling(job, model_dir, say)
+    rules = RowRules(
+        vocab_size=model.text.vocab_size,
+        max_prompt=engine.prompt_limit,
+        max_row_bytes=job.max_row_bytes,
+        on_too_long=job.on_too_long,
+        seed=job.sampling.seed,
+        n=job.sampling.n,
+        sampling=sampling,
+    )
+    return Prepared(job, engine, model, model_dir, columns, rules, plan)
+
+
+def _columns(job: JobConfig) -> Columns:
+    later = {
+        "--messages-column": job.messages_column,
+        "--schema-column": job.schema_column,
+        "--tools-column": job.tools_column,
+        "--image-column": job.image_column,
+    }
+    for flag, value in later.items():
+        if value is not None:
+            raise ConfigError(
+                f"{flag} {value}: this version takes texts (--prompt-column) and token ids "
+                "(--token-ids-column); chat messages, schemas, tools and images are not supported yet"
+            )
+    kind, name = job.source_column
+    return Columns(
+        prompt=name if kind == "prompt" else None,
+        token_ids=name if kind == "token_ids" else None,
+        id=job.id_column,
+        sampling=job.sampling_column,
+    )
+
+
+def _refuse_nested(job: JobConfig) -> None:
+    """An output inside an input directory would be read as input by the next run."""
+    _, output = resolve(str(job.output))
+    for location in job.input:
+        _, source = resolve(location)
+        if f"{output.rstrip('/')}/".startswith(f"{source.rstrip('/')}/"):
+            raise ConfigError(
+                f"the output {job.output} lies inside the input {location}: its parts would become input. "
+                "Give an output beside it"
+            )
+
+
+def _sampling(job: JobConfig, model_dir: Path, say: Say) -> dict[str, Any]:
+    """Parameters by name for rows without their own: flags, else the checkpoint's defaults, else ours."""
+    own = job.sampling
+    sampling: dict[str, Any] = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "min_p")
+        if (value := getattr(own, name)) is not None
+    }
+    if own.stop:
+        sampling["stop"] = list(own.stop)
+    path = model_dir / "generation_config.json"
+    if path.is_file():
+        try:
+            defaults = json.loads(path.read_text(encoding="utf-8"))
+            found = {
+                name: defaults[name] for name in ("temperature", "top_p") if defaults.get(name) is not None
+            }
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        for name, value in found.items():
+            if name not in sampling:
+                sampling[name] = value
+                say(f"{name} {value} from {path.name} of the model")
+    if own.max_tokens is None:
+        say(f"max_tokens {PROMPT_MAX_TOKENS} a row (the default; --max-tokens changes it)")
+    sampling["max_tokens"] = own.max_tokens or PROMPT_MAX_TOKENS
+    return sampling
+
+
+def _settings(prepared: Prepared) -> dict[str, Any]:
+    """What the rows of an output depend on, besides input and model."""
+    job, engine, columns = prepared.job, prepared.engine, prepared.columns
+    return {
+        "columns": dict(columns.__dict__),
+        "sampling": dict(prepared.rules.sampling),
+        "seed": job.sampling.seed,
+        "n": job.sampling.n,
+        "output_prefix": job.output_prefix,
+        "on_too_long": job.on_too_long,
+        "max_row_bytes": job.max_row_bytes,
+        "max_prompt": prepared.rules.max_prompt,
+        "max_model_len": engine.max_model_len,
+        "numerics": engine.numerics,
+        "num_drafts": engine.num_drafts,
+    }
+
+
+def _run_leased(
+    prepared: Prepared,
+    config: RunConfig,
+    store: Store,
+    lease: Lease,
+    make_backend: BackendFactory,
+    say: Say,
+    signals: StopSignals,
+) -> Outcome:
+    job, ledger = prepared.job, Ledger(store)
+    stored = ledger.stored_manifest()
+    plan = prepared.plan
+    if stored is not None:
+        plan = plan.with_rows_per_part(planned_rows_per_part(stored))
+    if prepared.columns.id is not None and not _ids_checked(stored, plan, prepared.columns.id):
+        check_ids(plan, prepared.columns.id)
+    manifest = build_manifest(
+        version=__version__,
+        plan=plan,
+        settings=_settings(prepared),
+        config=config.model_dump(mode="json"),
+        model=model_fingerprint(prepared.model_dir),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    for change in ledger.open_manifest(manifest, job.allow_changed):
+        say(f"changed since the output was begun, by your leave: {change}")
+    ledger.write_json(CONFIG, config.model_dump(mode="json"))
+    if ledger.removed_temporary:
+        say(f"removed {ledger.removed_temporary} half-written files of an earlier run")
+    run = _Run(prepared, plan, ledger, lease, manifest, say, signals)
+    try:
+        return run.run(make_backend)
+    finally:
+        ledger.close()
+
+
+def _ids_checked(stored: Mapping[str, Any] | None, plan: InputPlan, column: str) -> bool:
+    """Whether the run that wrote the manifest looked at the same ids: it is written after that check."""
+    return (
+        stored is not None
+        and stored.get("inputs") == [file.layout() for file in plan.files]
+        and stored.get("rows") == plan.rows
+        and stored.get("settings", {}).get("columns", {}).get("id") == column
+    )
+
+
+class _Run:
+    """The part of a job that has an output directory."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        plan: InputPlan,
+        ledger: Ledger,
+        lease: Lease,
+        manifest: Mapping[str, Any],
+        say: Say,
+        signals: StopSignals,
+    ) -> None:
+        self._prepared = prepared
+        self._plan = plan
+        self._ledger = ledger
+        self._lease = lease
+        self._manifest = manifest
+        self._say = say
+        self._signals = signals
+        self._started = time.monotonic()
+        done = ledger.done(plan)
+        for name in ledger.foreign:
+            say(f"{name} in the output is no part of this job and is left alone")
+        counts = ledger.counts(done)
+        if prepared.job.retry_errors:
+            self._again = {name for name in done if counts[name].errors}
+        else:
+            self._again = set()
+        self._done = done - self._again
+        self._before = Counts()
+        for name in self._done:
+            self._before.add(counts[name])
+
+    @property
+    def rows_left(self) -> int:
+        return self._plan.rows - self._before.rows
+
+    def run(self, make_backend: BackendFactory) -> Outcome:
+        if self._before.rows:
+            self._say(f"resuming: {self._before.rows:,} rows are committed, {self.rows_left:,} rows left")
+        if not self.rows_left:
+            if not self._before.rows:
+                self._say("the input has no rows: 0 rows left")
+            return self._end(Counts(), 0, 0)
+        prepared = self._prepared
+        tokenizer = None
+        if prepared.columns.prompt is not None:
+            tokenizer_dir = prepared.engine.model.tokenizer_path or prepared.model_dir
+            tokenizer = TextTokenizer.load(tokenizer_dir, prepared.model.bos_token_id)
+        encoder = Encoder(prepared.columns, prepared.rules, tokenizer)
+        backend = make_backend(prepared.engine, prepared.model)
+        graceful = False
+        try:
+            backend.start()
+            self._signals.arm()
+            runner = self._runner(encoder, backend)
+            outcome = self._loop(runner, backend)
+            graceful = outcome.error is None
+            return outcome
+        finally:
+            backend.close(graceful)
+
+    def _runner(self, encoder: Encoder, backend: Backend) -> Runner:
+        job = self._prepared.job
+        parts = (part for part in self._plan.iter_parts() if part.name not in self._done)
+        self._progress = Progress(self._plan.rows, self._before.rows)
+        return Runner(
+            feeder=Feeder(parts, encoder, queue_rows=QUEUE_ROWS, max_open_bytes=job.max_open_bytes),
+            backend=backend,
+            writer=PartWriter(job.sampling.n, job.output_prefix or "", self._provenance()),
+            ledger=self._ledger,
+            lease=self._lease,
+            progress=self._progress,
+            signals=self._signals,
+            before=self._before,
+            max_error_rate=job.max_error_rate,
+            deadline=None if job.deadline_s is None else self._started + job.deadline_s,
+            kept=self._kept,
+        )
+
+    def _loop(self, runner: Runner, backend: Backend) -> Outcome:
+        error: DeepInferError | None = None
+        exit_code = 0
+        try:
+            ending = runner.run()
+        except StopNow as stop:
+            exit_code = stop.exit_code
+        except DeepInferError as failure:
+            if failure.exit_code not in (3, 4, 5):
+                raise
+            error, exit_code = failure, failure.exit_code
+        else:
+            if ending is Ending.SIGNAL:
+                exit_code = 128 + (self._signals.requested or 0)
+        finally:
+            self._progress.close()
+        return self._end(runner.counts, exit_code, int(backend.status().get("restarts", 0)), error)
+
+    def _end(
+        self, run: Counts, exit_code: int, restarts: int, error: DeepInferError | None = None
+    ) -> Outcome:
+        total = Counts()
+        total.add(self._before)
+        total.add(run)
+        left = self._plan.rows - total.rows
+        summary = Summary(
+            counts=total,
+            run=run,
+            seconds=time.monotonic() - self._started,
+            restarts=restarts,
+            parts=len(self._ledger.done(self._plan)) if exit_code != 5 else 0,
+            resumed_rows=self._before.rows,
+            rows_left=left,
+            output=str(self._prepared.job.output),
+        )
+        if exit_code != 5:
+            self._ledger.write_json(SUMMARY, summary.as_dict())
+        if left:
+            self._say(f"{left:,} rows left; the same command goes on where this run ended")
+        else:
+            self._say(f"0 rows left; all {total.rows:,} rows are in {summary.output}")
+        return Outcome(summary, exit_code, error)
+
+    def _provenance(self) -> dict[str, str]:
+        manifest = self._manifest
+        return {
+            "version": __version__,
+            "config_sha256": digest(manifest["settings"]),
+            "model_sha256": digest(manifest["model"]),
+            "input_sha256": digest(manifest["inputs"]),
+            "seed": str(manifest["settings"]["seed"]),
+        }
+
+    def _kept(self, part: Part) -> dict[int, KeptOutcome]:
+        """Rows of a part that is redone for its errors which had none."""
+        if part.name not in self._again:
+            return {}
+        table = self._ledger.read_part(part.name)
+        rows = kept_columns(table, self._prepared.job.output_prefix or "")
+        return {index: KeptOutcome(row) for index, row in enumerate(rows) if row["error_code"] is None}

@@ -1,0 +1,241 @@
+"""The loop of a job: rows to the backend, results to their parts, finished parts to the ledger.
+
+Knows: which rows are under way, when to stop. Does not know: Arrow, Ray, how a row was read or is written.
+One thread runs the loop and talks to the backend; one feeds it, one writes parts.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from deepinfer_ray.errors import JobError
+from deepinfer_ray.fleet.backend import Backend, WorkItem, WorkResult
+from deepinfer_ray.job.feeder import FedRow, Feeder
+from deepinfer_ray.job.lease import Lease
+from deepinfer_ray.job.ledger import Ledger
+from deepinfer_ray.job.plan import Part
+from deepinfer_ray.job.progress import Progress
+from deepinfer_ray.job.signals import StopSignals
+from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter, RowOutcome
+
+POLL_S = 0.1
+HUNGRY_POLL_S = 0.01
+"""How long to wait for results: with enough rows under way, and when the feeder is behind."""
+
+MAX_COMMITS_WAITING = 4
+MIN_ROWS_FOR_RATE = 100
+"""Rows that must have ended before their error rate can stop a job; the end of a job always checks it."""
+
+
+class Ending(enum.StrEnum):
+    """Why the loop ended."""
+
+    DONE = "done"
+    SIGNAL = "signal"
+    DEADLINE = "deadline"
+
+
+@dataclass(slots=True, eq=False)
+class OpenPart:
+    """A part some of whose rows are under way. `outcomes` grows in row order; `missing` have not ended."""
+
+    part: Part
+    table: pa.Table
+    kept: Mapping[int, KeptOutcome]
+    missing: int
+    bytes: int
+    outcomes: list[RowOutcome | KeptOutcome] = field(default_factory=list)
+
+
+class Runner:
+    """Runs the rows that `feeder` gives. After `run`, `counts` are those of the parts it committed.
+
+    kept: rows of a part that an earlier run finished and that are not to be run again (`--retry-errors`).
+    before: counts of the parts that were committed earlier, for the error rate.
+    """
+
+    def __init__(
+        self,
+        *,
+        feeder: Feeder,
+        backend: Backend,
+        writer: PartWriter,
+        ledger: Ledger,
+        lease: Lease,
+        progress: Progress,
+        signals: StopSignals,
+        before: Counts,
+        max_error_rate: float = 1.0,
+        deadline: float | None = None,
+        kept: Callable[[Part], Mapping[int, KeptOutcome]] = lambda part: {},
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = Counts()
+        self._feeder = feeder
+        self._backend = backend
+        self._writer = writer
+        self._ledger = ledger
+        self._lease = lease
+        self._progress = progress
+        self._signals = signals
+        self._before = before
+        self._max_error_rate = max_error_rate
+        self._deadline = deadline
+        self._kept = kept
+        self._clock = clock
+        self._open: dict[str, OpenPart] = {}
+        self._under_way: dict[int, tuple[OpenPart, RowOutcome, int]] = {}  # by key: …, completion index
+        self._next_key = 0
+        self._ending: Ending | None = None
+        self._ended = Counts()  # rows whose result is known, committed or not
+        self._commits: deque[tuple[OpenPart, Future[Counts]]] = deque()
+        self._writing = ThreadPoolExecutor(1, "writer")
+
+    def run(self) -> Ending:
+        """Until every row has ended, or a signal or the deadline stops it in order.
+
+        Raises `JobError` (too many errors), `OutputError`, and what the backend and the reader raise; parts
+        whose rows had all ended are committed even then.
+        """
+        self._feeder.start()
+        try:
+            while not self._finished():
+                self._check_ending()
+                hungry = self._feed()
+                for result in self._backend.poll(HUNGRY_POLL_S if hungry else POLL_S):
+                    self._receive(result)
+                self._collect_commits(block=len(self._commits) > MAX_COMMITS_WAITING)
+                self._check_error_rate(MIN_ROWS_FOR_RATE)
+                self._show()
+        finally:
+            self._feeder.stop()
+            self._collect_commits(block=True)
+            self._writing.shutdown()
+        self._check_error_rate(1)
+        self._show(force=True)
+        return self._ending or Ending.DONE
+
+    # -- rows in ---------------------------------------------------------------------------------------------
+
+    def _feed(self) -> bool:
+        """Hand over as many rows as the backend would take; whether it would have taken more."""
+        room = self._backend.wanted()
+        items: list[WorkItem] = []
+        while len(items) < room and (fed := self._feeder.take()) is not None:
+            if fed.index == 0:
+                if self._ending is not None:  # stopping: no new part
+                    self._feeder.stop()
+                    break
+                self._begin(fed)
+            items.extend(self._items(fed))
+        if items:
+            self._backend.submit(items)
+        return len(items) < room and not self._feeder.exhausted
+
+    def _begin(self, fed: FedRow) -> None:
+        assert fed.table is not None
+        part = fed.part
+        self._open[part.name] = OpenPart(part, fed.table, self._kept(part), part.rows, fed.table.nbytes)
+
+    def _items(self, fed: FedRow) -> list[WorkItem]:
+        """The work of a row; none when its outcome is known already."""
+        open_part = self._open[fed.part.name]
+        kept = open_part.kept.get(fed.index)
+        if kept is not None:
+            open_part.outcomes.append(kept)
+            self._row_ended(open_part, kept)
+            return []
+        row = fed.row
+        items = []
+        prompt, params = row.prompt, row.params
+        outcome = RowOutcome(row)
+        open_part.outcomes.append(outcome)
+        if prompt is None or params is None:
+            self._row_ended(open_part, outcome)
+            return []
+        for index, seed in enumerate(row.seeds):
+            items.append(WorkItem(self._next_key, prompt, params, seed))
+            self._under_way[self._next_key] = (open_part, outcome, index)
+            self._next_key += 1
+        return items
+
+    # -- results out -----------------------------------------------------------------------------------------
+
+    def _receive(self, result: WorkResult) -> None:
+        found = self._under_way.pop(result.key, None)
+        if found is None:
+            return  # a second result of an item that was redone after a death
+        open_part, outcome, index = found
+        size = outcome.set(index, result.result, result.attempts)
+        open_part.bytes += size
+        self._feeder.hold(size)
+        if outcome.complete:
+            self._row_ended(open_part, outcome)
+
+    def _row_ended(self, open_part: OpenPart, outcome: RowOutcome | KeptOutcome) -> None:
+        self._ended.add(outcome.counts())
+        open_part.missing -= 1
+        if open_part.missing == 0:
+            self._lease.check()
+            del self._open[open_part.part.name]
+            self._commits.append((open_part, self._writing.submit(self._commit, open_part)))
+
+    def _commit(self, open_part: OpenPart) -> Counts:
+        table, counts = self._writer.table(open_part.table, open_part.outcomes)
+        self._ledger.commit(open_part.part, self._writer.serialiser(open_part.part, table, counts))
+        return counts
+
+    def _collect_commits(self, *, block: bool) -> None:
+        while self._commits and (block or self._commits[0][1].done()):
+            open_part, future = self._commits.popleft()
+            self.counts.add(future.result())
+            self._feeder.hold(-open_part.bytes)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        return self._feeder.exhausted and not self._open and not self._commits
+
+    def _check_ending(self) -> None:
+        if self._ending is not None:
+            return
+        if self._signals.requested is not None:
+            name = signal.Signals(self._signals.requested).name
+            self._ending = Ending.SIGNAL
+            self._note_ending(f"{name}: stopping", "; once more stops at once and redoes them later")
+        elif self._deadline is not None and self._clock() >= self._deadline:
+            self._ending = Ending.DEADLINE
+            self._note_ending("deadline reached: stopping", "")
+
+    def _note_ending(self, why: str, hint: str) -> None:
+        rows = sum(open_part.missing for open_part in self._open.values())
+        self._progress.note(
+            f"{why} after {rows} more rows, which complete {len(self._open)} open parts{hint}"
+        )
+
+    def _check_error_rate(self, min_rows: int) -> None:
+        rows = self._before.rows + self._ended.rows
+        errors = self._before.errors + self._ended.errors
+        if rows < min_rows or errors <= self._max_error_rate * rows:
+            return
+        codes = self._before.error_codes + self._ended.error_codes
+        worst = ", ".join(f"{code} {count}" for code, count in codes.most_common(5))
+        raise JobError(
+            f"{errors} of {rows} rows ended in an error ({errors / rows:.1%}), more than --max-error-rate "
+            f"{self._max_error_rate:g} allows: {worst}. The rows' column error says why; to go on, run the "
+            "same command with a higher --max-error-rate"
+        )
+
+    def _show(self, *, force: bool = False) -> None:
+        ended = self._ended
+        self._progress.update(
+            ended.rows, ended.errors, ended.prompt_tokens + ended.completion_tokens, force=force
+        )
