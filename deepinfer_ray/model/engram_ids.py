@@ -76,6 +76,7 @@ def checked_compressed_ids(tokenizer: Tokenizer | str | Path, expected_classes: 
     if classes != expected_classes:
         raise CheckpointError(
             f"the tokenizer gives {classes} compressed ids, but config.json says "
-            f"engram_compressed_vocab_size = {expected_classes}; tokenizer.json and config.json are not of the same checkpoint"
+            f"engram_compressed_vocab_size = {expected_classes}; tokenizer.json and config.json do not "
+            "belong together"
         )
     return ids
