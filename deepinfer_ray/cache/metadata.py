@@ -381,19 +381,21 @@ def build_decode(
     up.add(ring_base)
     up.add(length)
     rows_T = np.arange(len(pos))
+    page, at = np.divmod(pos, layout.block_tokens)
+    block_T = tables[rows_T, page].astype(np.int64)
     for ratio in ratios:
+        # A row that closes a group lies in its entry's block: the block is a multiple of the group.
         klen = (pos + 1) // ratio
-        entry = klen - 1
-        slots = load_plan.entry_slots(tables, rows_T, np.maximum(entry, 0), layout.block_tokens // ratio)
-        entry_positions, closing = entry * ratio, rows_T
-        members = state_T[:, None] * states + (entry_positions[:, None] + np.arange(ratio)) % states
+        first = (klen - 1) * ratio
+        slots = block_T * (layout.block_tokens // ratio) + at // ratio
+        closing, members = rows_T, (state_T * states)[:, None] + (first[:, None] + np.arange(ratio)) % states
         if ratio > 1:
-            closes = (pos + 1) % ratio == 0
+            closes = first + ratio - 1 == pos
             closing = rows_T[closes]
-            entry_positions = np.where(closes, entry_positions, 0)
+            first = np.where(closes, first, 0)
             slots = np.where(closes, slots, -1)
             members = np.where(closes[:, None], members, -1)
-        up.add(entry_positions)
+        up.add(first)
         up.add(slots)
         up.add(klen)
         up.add(members)
