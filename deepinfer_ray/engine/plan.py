@@ -59,8 +59,6 @@ class StepPlan:
     """int32 [m, 3] (row, column, block id) entries of the block table that this schedule wrote."""
     decode_step: int = 0
     """The vote counter after this schedule."""
-    unpin_blocks: list[int] = field(default_factory=list)
-    unpin_states: list[int] = field(default_factory=list)
     committed: bool = False
 
     @property

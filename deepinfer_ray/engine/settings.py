@@ -182,8 +182,10 @@ class SchedulerSettings:
         room = int(HEADROOM * BLOCK_TOKENS * self.num_blocks)
         if self.runtime_max_model_len > room:
             raise ConfigError(
-                f"scheduler.max_model_len {self.max_model_len} needs {self.runtime_max_model_len} cache tokens "
-                f"for one sequence, but {HEADROOM} of {self.num_blocks} blocks of {BLOCK_TOKENS} hold {room}; "
+                f"scheduler.max_model_len {self.max_model_len} needs {self.runtime_max_model_len} cache "
+                f"tokens "
+                f"for one sequence, but {HEADROOM} of {self.num_blocks} blocks of {BLOCK_TOKENS} hold "
+                f"{room}; "
                 "decrease scheduler.max_model_len or give the cache more memory"
             )
 
