@@ -106,8 +106,8 @@ def check_truncation(
         late = [layer.index for layer in topology.layers if layer.is_consumer and layer.engram is not None]
         if late:
             raise ConfigError(
-                f"truncation mode 'compact' drops rows at layer {topology.n_prefill_layer}, but Engram layers "
-                f"{late} lie behind it"
+                f"truncation mode 'compact' drops rows at layer {topology.n_prefill_layer}, but Engram "
+                f"layers {late} lie behind it"
             )
         targets = {layer.is_consumer for layer in topology.layers if layer.is_target}
         if len(targets) > 1:
