@@ -1,4 +1,4 @@
-"""One placement group: asked for, waited for with a limit, removed until it is gone.
+"""One placement group: asked for, looked at, removed until it is gone; and the error of one that is not met.
 
 Knows: Ray's placement groups and node table. Does not know: actors, ranks, rows.
 A group is never repaired: Ray reschedules bundles one by one and may never finish, so a gang that lost a
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepinfer_ray.errors import PlacementError
-from deepinfer_ray.fleet.topology import Node, PlacementPlan, can_ever_hold, demand_and_supply, nodes_of
+from deepinfer_ray.fleet.topology import Node, PlacementPlan, demand_and_supply, nodes_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def cluster_nodes() -> list[Node]:
 
 
 class Placement:
-    """A placement group that was asked for; `placed` asks, `wait` waits, `remove` gives it back."""
+    """A placement group that was asked for: `placed` looks, `remove` gives it back, `failure` explains."""
 
     def __init__(
         self, plan: PlacementPlan, name: str, *, clock: Callable[[], float] = time.monotonic
@@ -54,37 +54,19 @@ class Placement:
         """Whether every bundle stands on a node now."""
         return self._row().get("state") == "CREATED"
 
-    def wait(self, timeout_s: float, *, can_grow: bool = True) -> None:
-        """Return when every bundle stands; else remove the group and raise `PlacementError`.
+    def failure(
+        self, waited_s: float, *, hopeless: bool = False, copies: int = 1, running: bool = False
+    ) -> PlacementError:
+        """The error for a person: demand, supply of each node, what to do.
 
-        can_grow: whether machines may still join; where they cannot, a demand beyond all fails at once.
-        Waits in short naps rather than in one call, so that Ctrl-C is heard.
+        copies: how many groups like this one are missing. running: the rest of the fleet goes on.
         """
-        nodes = cluster_nodes()
-        deadline = self._clock() + timeout_s
-        hopeless = not can_grow and not can_ever_hold(self.plan, nodes)
-        while not hopeless and self._clock() < deadline:
-            if self.placed():
-                return
-            time.sleep(POLL_S)
-        if self.placed():
-            return
-        self.remove()
-        raise self.failure(timeout_s, hopeless)
-
-    def failure(self, waited_s: float, hopeless: bool = False) -> PlacementError:
-        """The error for a person: demand, supply of each node, what to do."""
         why = "can never be met by these machines" if hopeless else f"was not met within {waited_s:g} s"
         return PlacementError(
-            f"placement {self.name} {why}:\n{demand_and_supply(self.plan, cluster_nodes())}\n"
-            "  what to do: ask for fewer ranks (--dp, --cp, --ep) or smaller ones, free or add machines; nothing "
-            "was left running"
+            f"placement {self.name} {why}:\n{demand_and_supply(self.plan, cluster_nodes(), copies)}\n"
+            "  what to do: ask for fewer ranks (--dp, --cp, --ep) or smaller ones, free or add machines"
+            + ("; the other ranks go on" if running else "; nothing was left running")
         )
-
-    def node_ids(self) -> list[str]:
-        """Node id of each bundle, by bundle index; empty for a bundle that does not stand."""
-        where = {int(index): node_id for index, node_id in self._row().get("bundles_to_node_id", {}).items()}
-        return [where.get(index, "") for index in range(len(self.plan.bundles))]
 
     def bundle_strategy(self, index: int) -> Any:
         """The scheduling strategy that pins an actor to one bundle."""

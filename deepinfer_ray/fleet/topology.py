@@ -107,8 +107,8 @@ def plan_placement(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> Placemen
     unlabelled = [node for node in candidates if not node.domain]
     warning = (
         f"{len(bundles)} ranks do not fit on one machine and {len(unlabelled)} of {len(candidates)} "
-        f"candidate machines carry no {GPU_DOMAIN_LABEL} label (e.g. {unlabelled[0].address}), so ranks that exchange "
-        f"experts may land in different NVLink domains; label the nodes: "
+        f"candidate machines carry no {GPU_DOMAIN_LABEL} label (e.g. {unlabelled[0].address}), so ranks that "
+        f"exchange experts may land in different NVLink domains; label the nodes: "
         f"ray start --labels={GPU_DOMAIN_LABEL}=NAME"
     )
     return PlacementPlan(bundles, strategy="PACK", warning=warning)
@@ -175,10 +175,11 @@ def describe_bundles(bundles: Sequence[Bundle]) -> str:
     return " + ".join(f"{count} × {_show(dict(items))}" for items, count in counts.items())
 
 
-def demand_and_supply(plan: PlacementPlan, nodes: Sequence[Node]) -> str:
+def demand_and_supply(plan: PlacementPlan, nodes: Sequence[Node], copies: int = 1) -> str:
     """Lines for a person: what is asked, and what each machine has, has free and could hold."""
-    total = _sum(plan.bundles)
-    lines = [f"  demand: {plan.describe()} = {_show(total)}", "  supply:"]
+    total = _sum(plan.bundles * copies)
+    each = f"{copies} groups of " if copies > 1 else ""
+    lines = [f"  demand: {each}{plan.describe()} = {_show(total)}", "  supply:"]
     for node in sorted(nodes, key=lambda node: (node.domain or "", node.address, node.node_id)):
         parts = [
             f"{name} {_amount(node.free.get(name, 0.0))} free of {_amount(node.total.get(name, 0.0))}"

@@ -1,0 +1,121 @@
+"""Joining a Ray cluster or starting one on this machine, and leaving it as it was.
+
+Knows: `ray.init`, its traps, whose cluster it is. Does not know: ranks, rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_ray.errors import PlacementError
+
+logger = logging.getLogger(__name__)
+
+LOCAL_OBJECT_STORE_BYTES = 200 * 2**20
+SOCKET_ROOT = "/tmp"
+"""Ray keeps Unix sockets in its temporary directory; their paths must stay below 107 bytes."""
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+PATIENT = {"RAY_worker_register_timeout_seconds": "300"}
+"""A worker on a busy small machine may take longer than Ray's 60 s to import what it needs."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A joined cluster. own: started here, so it ends with us. joined: this call connected the process."""
+
+    address: str
+    own: bool
+    joined: bool
+    temp_dir: Path | None = None
+
+    def close(self, *, keep_logs: bool = False) -> None:
+        """Disconnect if `connect` connected; end the cluster and delete its files if it was started here."""
+        import ray
+
+        if self.joined and ray.is_initialized():
+            ray.shutdown(wait_for_processes=self.own)
+        if self.temp_dir is not None and not keep_logs:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def connect(
+    address: str | None = None, *, num_cpus: int | None = None, num_gpus: int | None = None
+) -> Connection:
+    """The cluster this process is connected to already, else `address`, else RAY_ADDRESS, else a new local
+    one.
+
+    num_cpus, num_gpus: logical resources of a new local cluster; they may exceed the machine's.
+    Never joins a cluster that merely happens to run on this host. Raises `PlacementError` when an address
+    does not answer.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PlacementError(
+            f"several ranks need Ray, which cannot be imported ({error}); install ray[default] or run one"
+        ) from error
+
+    if ray.is_initialized():
+        return Connection(ray.get_runtime_context().gcs_address, own=False, joined=False)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    with own_signal_handlers():
+        if address not in (None, "local"):
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise PlacementError(
+                    f"no Ray cluster answers at {address!r}: {error}\n"
+                    "  what to do: check RAY_ADDRESS, or unset it to run on this machine"
+                ) from error
+            return Connection(ray.get_runtime_context().gcs_address, own=False, joined=True)
+        for name, value in PATIENT.items():
+            os.environ.setdefault(name, value)
+        temp_dir = Path(tempfile.mkdtemp(prefix="dray-", dir=SOCKET_ROOT))
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+                _temp_dir=str(temp_dir),
+                **quiet,
+            )
+        except BaseException:
+            ray.shutdown()
+            shutil.rmtree(temp_dir, ignore_errors=True)
+            raise
+    return Connection(ray.get_runtime_context().gcs_address, own=True, joined=True, temp_dir=temp_dir)
+
+
+@contextmanager
+def own_signal_handlers() -> Iterator[None]:
+    """Keep the process's handlers: `ray.init` replaces the one of SIGTERM (spec/ray.md §0.1)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in saved.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -1,0 +1,53 @@
+"""What a rank's loop needs from an engine, and the default way to build one from a checkpoint.
+
+Knows: the protocol and the import path of the real engine. Does not know: Ray, queues, rows.
+The model is imported inside the factory, so that neither the driver nor a stub engine pays for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from deepinfer_ray.engine.request import Request, RequestResult
+from deepinfer_ray.errors import ConfigError
+from deepinfer_ray.fleet.messages import RankSpec
+
+
+class EngineLike(Protocol):
+    """One rank's engine. One thread calls it; every added request ends in exactly one result of `step`."""
+
+    def add(self, request: Request) -> Any:
+        """Queue a request; `RowError` if this request can never run."""
+
+    def step(self) -> list[RequestResult]:
+        """One engine step; results of the requests that ended."""
+
+    def has_unfinished(self) -> bool:
+        """Whether another step is needed."""
+
+    def wanted(self) -> int:
+        """How many more requests it would take now; 0 when saturated."""
+
+
+EngineFactory = Callable[[RankSpec], EngineLike]
+
+DEFAULT_FACTORY = "deepinfer_ray.fleet.engines:engine_from_checkpoint"
+
+
+def resolve_factory(factory: EngineFactory | str) -> EngineFactory:
+    """The factory itself, or the attribute that `module:attribute` names; `ConfigError` if there is none."""
+    if callable(factory):
+        return factory
+    module_name, _, attribute = factory.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"engine factory {factory!r} cannot be imported ({error}); write it as module:attribute"
+        ) from None
+    if not callable(found):
+        raise ConfigError(f"engine factory {factory!r} is a {type(found).__name__}, not a function")
+    checked: EngineFactory = found
+    return checked

@@ -1,0 +1,87 @@
+"""What the driver and a rank say to each other: plain picklable records.
+
+Knows: fields. Does not know: Ray, engines, who sends. No record prints a prompt or a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepinfer_ray.fleet.backend import WorkResult
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Everything a rank needs to build its engine. The rank number is given after placement, not before.
+
+    engine_factory: called with this spec; an object, or its import path `module:attribute`.
+    generation: counts the rebuilds of the gang; a message of another generation is refused.
+    """
+
+    rank: int
+    world_size: int
+    gang: int
+    generation: int
+    model_dir: str
+    engine_config: Any
+    device: str
+    num_threads: int
+    engine_factory: Callable[[RankSpec], Any] | str
+
+
+@dataclass(frozen=True, slots=True)
+class RankWhere:
+    """Where an actor process really stands."""
+
+    node_id: str
+    address: str
+    pid: int
+    gpu_ids: tuple[str, ...]
+
+    @property
+    def device_index(self) -> int:
+        """Index of its first GPU on the machine, 0 without one; the order of ranks within a machine."""
+        return int(self.gpu_ids[0]) if self.gpu_ids and self.gpu_ids[0].isdigit() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A rank's pulse. phase: created, loading, idle, step, drained, stopped or failed.
+
+    step: steps done. age_s: seconds since the phase or the step counter last changed.
+    in_flight: rows that were submitted and have no result yet.
+    """
+
+    rank: int
+    generation: int
+    phase: str
+    step: int
+    age_s: float
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFault:
+    """Why a rank ended. kind: class name of the exception; trace: its traceback."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The answer to `collect` and `start`.
+
+    received: rows ever submitted to this actor. wanted: rows it would take beyond those; together they let
+    the driver compute credits although submissions are still on their way. fault: set once the engine is
+    gone.
+    """
+
+    heartbeat: Heartbeat
+    received: int
+    wanted: int
+    results: list[WorkResult] = field(default_factory=list)
+    fault: RankFault | None = None

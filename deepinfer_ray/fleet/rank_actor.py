@@ -1,0 +1,225 @@
+"""One rank as an actor: an engine thread between an inbox and an outbox.
+
+Knows: rows in, results out, steps, credits, its own pulse. Does not know: Ray's API, other ranks, placement.
+The class is plain Python; the fleet wraps it with `ray.remote` and several call threads, so `ping` answers
+during a step and no call ever waits for a batch.
+
+    engine thread:  take rows from the inbox → add → step → put results into the outbox
+    call threads:   submit → inbox;  collect ← outbox (long poll);  ping, drain, stop
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deepinfer_ray.engine.request import Request, RequestResult
+from deepinfer_ray.errors import RowError
+from deepinfer_ray.fleet.backend import WorkItem, WorkResult
+from deepinfer_ray.fleet.engines import EngineLike, resolve_factory
+from deepinfer_ray.fleet.messages import Heartbeat, RankFault, RankReport, RankSpec, RankWhere
+
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Set before torch is imported. Ray would give OMP_NUM_THREADS by its own rule (spec/ray.md §0.7)."""
+
+LINGER_S = 0.01
+"""After a first result `collect` waits this long for company, so a fast engine is not answered row by row."""
+
+
+class RankActor:
+    """`start / submit / collect / drain / ping / stop`. Every call but `start` may come at any time."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        os.environ.update({**RANK_ENVIRONMENT, **(environment or {})})
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._spec: RankSpec | None = None
+        self._inbox: deque[WorkItem] = deque()
+        self._outbox: list[WorkResult] = []
+        self._in_flight: dict[int, WorkItem] = {}
+        self._received = 0
+        self._engine_wants = 0
+        self._unseen = 0  # rows submitted that the engine's own count does not know yet
+        self._reported_wanted = 0
+        self._step = 0
+        self._phase = "created"
+        self._changed_at = time.monotonic()
+        self._draining = False
+        self._stopping = False
+        self._fault: RankFault | None = None
+
+    # ---- calls
+
+    def where(self) -> RankWhere:
+        """Machine, process and GPUs of this actor."""
+        return where_am_i()
+
+    def start(self, spec: RankSpec) -> RankReport:
+        """Build the engine and start the loop; returns when it stands or failed (`report.fault`)."""
+        with self._changed:
+            if self._thread is not None:
+                raise RuntimeError(f"rank {spec.rank} was started twice")
+            self._spec = spec
+            self._enter("loading")
+            self._thread = threading.Thread(target=self._run, args=(spec,), name="engine", daemon=True)
+            self._thread.start()
+            self._changed.wait_for(lambda: self._phase != "loading")
+            return self._report()
+
+    def submit(self, items: Sequence[WorkItem]) -> None:
+        """Queue rows for the engine. Prompts are copied: they may be views into shared memory."""
+        with self._changed:
+            for item in items:
+                item.prompt = np.array(item.prompt, dtype=np.int32)
+                self._inbox.append(item)
+                self._in_flight[item.key] = item
+            self._received += len(items)
+            self._unseen += len(items)
+            self._reported_wanted = max(0, self._reported_wanted - len(items))
+            self._changed.notify_all()
+
+    def collect(self, max_wait_s: float) -> RankReport:
+        """Results so far and credits; waits up to `max_wait_s` for news.
+
+        News are results, a larger appetite than last reported, the end of the loop.
+        """
+        with self._changed:
+            self._changed.wait_for(self._has_news, timeout=max_wait_s)
+            if self._outbox and self._phase == "step":
+                self._changed.wait_for(lambda: self._phase != "step", timeout=LINGER_S)
+            return self._report()
+
+    def drain(self) -> None:
+        """Take no more rows; the loop ends (phase `drained`) when the last row in flight has its result."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify_all()
+
+    def ping(self) -> Heartbeat:
+        """The pulse, at any time."""
+        with self._changed:
+            return self._heartbeat()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the loop after the step in progress; rows in flight are dropped. True if it ended in time."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    # ---- engine thread
+
+    def _run(self, spec: RankSpec) -> None:
+        try:
+            engine = resolve_factory(spec.engine_factory)(spec)
+            self._saw(engine, "idle")
+            while self._take(engine):
+                self._saw(engine, "step")
+                self._publish(engine.step() if engine.has_unfinished() else [])
+        except BaseException as error:
+            trace = "".join(traceback.format_exception(error))
+            with self._changed:
+                self._fault = RankFault(type(error).__name__, str(error), trace)
+                self._enter("failed")
+
+    def _take(self, engine: EngineLike) -> bool:
+        """Move the inbox into the engine; waits while there is nothing to do; False when it must end."""
+        with self._changed:
+            while not self._inbox and not self._stopping and not engine.has_unfinished():
+                if self._draining:
+                    self._enter("drained")
+                    return False
+                if self._phase != "idle":
+                    self._engine_wants, self._unseen = engine.wanted(), 0
+                    self._enter("idle")
+                self._changed.wait()
+            if self._stopping:
+                self._enter("stopped")
+                return False
+            items = list(self._inbox)
+            self._inbox.clear()
+        for item in items:
+            self._admit(engine, item)
+        return True
+
+    def _admit(self, engine: EngineLike, item: WorkItem) -> None:
+        """Add one row; its own exception is its own result."""
+        try:
+            engine.add(Request(item.prompt, item.params, item.seed, item.key, arrival_time=time.time()))
+        except RowError as error:
+            self._publish([RequestResult.failed(item.key, len(item.prompt), error.code, str(error))], steps=0)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            self._publish([RequestResult.failed(item.key, len(item.prompt), "internal", message)], steps=0)
+
+    def _publish(self, results: Sequence[RequestResult], steps: int = 1) -> None:
+        with self._changed:
+            self._step += steps
+            self._changed_at = time.monotonic()
+            for result in results:
+                item = self._in_flight.pop(result.request_id)
+                self._outbox.append(WorkResult(item.key, result, item.attempts))
+            if results:
+                self._changed.notify_all()
+
+    def _saw(self, engine: EngineLike, phase: str) -> None:
+        """Refresh the engine's appetite, which now knows all rows but those that came in meanwhile."""
+        with self._changed:
+            self._engine_wants, self._unseen = engine.wanted(), len(self._inbox)
+            if phase != self._phase or self._wanted() > self._reported_wanted:
+                self._enter(phase)
+
+    # ---- under the lock
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._changed_at = time.monotonic()
+        self._changed.notify_all()
+
+    def _wanted(self) -> int:
+        return 0 if self._ended() or self._draining else max(0, self._engine_wants - self._unseen)
+
+    def _ended(self) -> bool:
+        return self._phase in ("drained", "stopped", "failed")
+
+    def _has_news(self) -> bool:
+        return bool(self._outbox) or self._ended() or self._wanted() > self._reported_wanted
+
+    def _heartbeat(self) -> Heartbeat:
+        spec = self._spec
+        return Heartbeat(
+            rank=spec.rank if spec else -1,
+            generation=spec.generation if spec else -1,
+            phase=self._phase,
+            step=self._step,
+            age_s=time.monotonic() - self._changed_at,
+            in_flight=len(self._in_flight),
+        )
+
+    def _report(self) -> RankReport:
+        results, self._outbox = self._outbox, []
+        self._reported_wanted = self._wanted()
+        return RankReport(self._heartbeat(), self._received, self._reported_wanted, results, self._fault)
+
+
+def where_am_i() -> RankWhere:
+    """The place of this process; outside a cluster the node id is empty."""
+    node_id, address, gpu_ids = "", "localhost", ()
+    with contextlib.suppress(Exception):
+        import ray
+
+        context = ray.get_runtime_context()
+        node_id = context.get_node_id()
+        address = ray.util.get_node_ip_address()
+        gpu_ids = tuple(context.get_accelerator_ids().get("GPU", ()))
+    return RankWhere(node_id, address, os.getpid(), gpu_ids)

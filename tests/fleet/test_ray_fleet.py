@@ -1,0 +1,257 @@
+"""Rank actors on a real local cluster, with a stub engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from deepinfer_ray.engine.request import SamplingParams
+from deepinfer_ray.errors import CheckpointError, PlacementError, RankFailure
+from deepinfer_ray.fleet.backend import Backend, WorkItem, WorkResult
+from deepinfer_ray.fleet.fleet import FleetOptions, RayFleet
+from deepinfer_ray.fleet.watch import Patience
+
+pytestmark = pytest.mark.ray
+
+GREEDY = SamplingParams(temperature=0)
+SMALL = FleetOptions(cpus_per_rank=0.5)
+
+
+def rows(prompts: list[Any]) -> list[WorkItem]:
+    return [WorkItem(key, prompt, GREEDY, seed=key) for key, prompt in enumerate(prompts)]
+
+
+def run(
+    fleet: RayFleet, items: list[WorkItem], *, on_poll: Callable[[list[WorkResult]], None] | None = None
+) -> dict[int, WorkResult]:
+    """Feed as the job does: never more than wanted. Every key must come back once."""
+    todo, results, deadline = list(reversed(items)), {}, time.monotonic() + 60
+    while len(results) < len(items):
+        assert time.monotonic() < deadline, f"{len(results)} of {len(items)} rows, {fleet.status()}"
+        fleet.submit([todo.pop() for _ in range(min(fleet.wanted(), len(todo)))])
+        for result in fleet.poll(0.5):
+            assert result.key not in results, f"row {result.key} came back twice"
+            results[result.key] = result
+        if on_poll:
+            on_poll(list(results.values()))
+    fleet.router.check_integrity()
+    return results
+
+
+def fleet_of(stub: ModuleType, dp: int, config: dict[str, Any] | None = None, **options: Any) -> RayFleet:
+    chosen = FleetOptions(**{"cpus_per_rank": 0.5, **options})
+    return RayFleet("no-such-model", config, dp, device="cpu", engine_factory=stub.make, options=chosen)
+
+
+def test_two_ranks_give_every_row(cluster: Any, stub: ModuleType, tmp_path: Path) -> None:
+    log = tmp_path / "ranks"
+    prompts = [stub.prompt(stub.ECHO, 10, key) for key in range(60)]
+    prompts[7] = stub.prompt(stub.REFUSE, 1)
+    prompts[8] = stub.prompt(stub.TRIP, 1)
+    with fleet_of(stub, 2, {"log": str(log)}) as fleet:
+        assert isinstance(fleet, Backend)
+        results = run(fleet, rows(prompts))
+        status = fleet.status()
+    assert sorted(results) == list(range(60))
+    assert results[3].result.token_ids.tolist() == [3, 10, stub.ECHO]
+    assert results[7].result.error_code == "prompt_too_long"
+    assert results[8].result.error_code == "internal"
+    assert results[8].result.error == "ZeroDivisionError: the stub tripped over the row"
+    assert {result.attempts for result in results.values()} == {1}
+    assert [rank["stage"] for rank in status["ranks"]] == ["up", "up"]
+    assert all(rank["done"] > 0 for rank in status["ranks"]), "a rank got nothing"
+    assert status["restarts"] == 0
+    started = [line.split() for line in log.read_text().splitlines()]
+    assert sorted((rank, threads) for rank, _, _, threads in started) == [("0", "1"), ("1", "1")]
+
+
+def test_a_slow_rank_holds_no_rows(cluster: Any, stub: ModuleType) -> None:
+    """Rank 0 takes 300 ms a row and has room for 2; were rows dealt out, 20 of them would wait behind it."""
+    config = {"room": 2, "delay_s": {0: 0.3}}
+    with fleet_of(stub, 2, config) as fleet:
+        results = run(fleet, rows([stub.prompt(stub.SLOW, 10) for _ in range(40)]))
+        by_rank = Counter(result.result.text for result in results.values())
+        done = {rank["rank"]: rank["done"] for rank in fleet.status()["ranks"]}
+    assert sum(done.values()) == 40
+    assert done[0] <= 6, f"the slow rank ran {done[0]} of 40 rows"
+    assert sorted(by_rank.values()) == sorted(done.values())
+
+
+def test_killed_rank_is_rebuilt_and_its_rows_are_redone(cluster: Any, stub: ModuleType) -> None:
+    killed: list[int] = []
+    with fleet_of(stub, 2) as fleet:
+
+        def kill_one(results: list[WorkResult]) -> None:
+            if not killed and len(results) >= 5:
+                rank = fleet.status()["ranks"][1]
+                assert rank["in_flight"] > 0
+                killed.append(rank["pid"])
+                os.kill(rank["pid"], signal.SIGKILL)
+
+        results = run(fleet, rows([stub.prompt(stub.SLOW, 20) for _ in range(40)]), on_poll=kill_one)
+        status = fleet.status()
+    assert killed
+    assert sorted(results) == list(range(40))
+    attempts = Counter(result.attempts for result in results.values())
+    assert set(attempts) == {1, 2}
+    assert attempts[2] <= 8, "only rows in flight are redone"
+    assert status["restarts"] == 1
+    assert [rank["generation"] for rank in status["ranks"]] == [0, 1]
+    assert all(result.result.finish_reason == "stop" for result in results.values())
+
+
+def test_a_row_that_kills_ranks_is_found_and_the_others_end(cluster: Any, stub: ModuleType) -> None:
+    prompts = [stub.prompt(stub.ECHO, key) for key in range(6)]
+    prompts[2] = stub.prompt(stub.KILL, 2)
+    with fleet_of(stub, 1, {"room": 4}) as fleet:
+        results = run(fleet, rows(prompts))
+    assert results[2].result.error_code == "rank_killer"
+    assert results[2].result.finish_reason == "error"
+    assert [results[key].result.error for key in (0, 1, 3, 4, 5)] == [None] * 5
+
+
+def test_engine_exception_ends_the_rank_and_is_reported(
+    cluster: Any, stub: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [stub.prompt(stub.BREAK, 1), stub.prompt(stub.ECHO, 2)]
+    with fleet_of(stub, 1, {"room": 1}) as fleet:
+        results = run(fleet, rows(prompts))
+    assert results[0].result.error_code == "rank_killer"
+    assert results[1].result.error is None
+    assert "FloatingPointError: the stub engine broke" in caplog.text
+    assert "in step" in caplog.text, "the traceback is part of the report"
+
+
+def test_impossible_placement_names_demand_and_supply(cluster: Any, stub: ModuleType) -> None:
+    fleet = fleet_of(stub, 2, cpus_per_rank=3.0, patience=Patience(placement=2.0))
+    started = time.monotonic()
+    with pytest.raises(PlacementError) as caught:
+        fleet.start()
+    assert time.monotonic() - started < 30
+    text = str(caught.value)
+    assert "demand: 1 × {CPU: 3}, STRICT_PACK = {CPU: 3}" in text
+    assert "CPU 1 free of 4; holds 0 now, 1 when empty" in text
+    assert "--dp" in text
+
+
+def test_a_machine_without_gpus_refuses_cuda_ranks(cluster: Any, stub: ModuleType) -> None:
+    fleet = RayFleet(
+        "m", None, 2, device="cuda", engine_factory=stub.make,
+        options=FleetOptions(patience=Patience(placement=0.5)),
+    )  # fmt: skip
+    with pytest.raises(PlacementError, match=r"2 groups of 1 × \{CPU: 1, GPU: 1\}, STRICT_PACK"):
+        fleet.start()
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "text"),
+    [
+        ("checkpoint", CheckpointError, "no-such-model: model.safetensors is missing"),
+        ("bug", RankFailure, r"rank 0 \(pid \d+ on .*\) could not build its engine: KeyError"),
+    ],
+)
+def test_failure_to_build_the_engine_keeps_its_class(
+    cluster: Any, stub: ModuleType, fail: str, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        fleet_of(stub, 1, {"fail": fail}).start()
+
+
+def test_ranks_that_always_die_exhaust_the_budget(cluster: Any, stub: ModuleType) -> None:
+    with pytest.raises(RankFailure, match="died 2 times without a row ending in between"):
+        fleet_of(stub, 1, {"fail": "die"}, max_restarts=1).start()
+
+
+def test_stopped_process_is_noticed(cluster: Any, stub: ModuleType) -> None:
+    """SIGSTOP: alive for the machine, silent for the fleet."""
+    with fleet_of(stub, 1, patience=Patience(ping_after=0.5, silent=4.0)) as fleet:
+        first = fleet.status()["ranks"][0]["pid"]
+        os.kill(first, signal.SIGSTOP)
+        results = run(fleet, rows([stub.prompt(stub.ECHO, 1)]))
+        assert fleet.status()["ranks"][0]["pid"] != first
+    assert results[0].attempts == 2
+
+
+DRIVER = """
+    import importlib.util, os, sys, time
+    import ray
+    sys.path.insert(0, {tests!r})
+    import stub_engine
+    ray.cloudpickle.register_pickle_by_value(stub_engine)
+    from deepinfer_ray.engine.request import SamplingParams
+    from deepinfer_ray.fleet.backend import WorkItem
+    from deepinfer_ray.fleet.fleet import FleetOptions, RayFleet
+    fleet = RayFleet("m", None, 2, device="cpu", engine_factory=stub_engine.make,
+                     options=FleetOptions(address={address!r}, cpus_per_rank=0.5))
+    try:
+        with fleet:
+            fleet.submit([WorkItem(k, stub_engine.prompt(5, 50), SamplingParams(), k) for k in range(1000)])
+            while not fleet.poll(1.0):
+                pass
+            pids = [rank["pid"] for rank in fleet.status()["ranks"]]
+            print(*pids, fleet.status()["local_cluster"], flush=True)
+            while True:
+                fleet.poll(1.0)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def interrupted_driver(address: str | None) -> tuple[list[int], str, int]:
+    """A driver in its own process group that gets Ctrl-C while rows are in flight: rank pids, own?, exit code."""
+    code = textwrap.dedent(DRIVER).format(tests=str(Path(__file__).parent), address=address)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        assert driver.stdout is not None
+        *pids, own = driver.stdout.readline().split()
+        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+        return list(map(int, pids)), own, driver.wait(40)
+    finally:
+        if driver.poll() is None:
+            os.killpg(driver.pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_ctrl_c_leaves_nothing_on_a_foreign_cluster(cluster: Any) -> None:
+    address = cluster.get_runtime_context().gcs_address
+    pids, own, code = interrupted_driver(address)
+    assert own == "False"
+    assert code == 130
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, "a rank outlived its driver"
+        time.sleep(0.05)
+    assert cluster.cluster_resources()["CPU"] == 4, "the cluster itself goes on"
+
+
+def test_ctrl_c_ends_a_cluster_of_our_own() -> None:
+    before = set(Path("/tmp").glob("dray-*"))
+    pids, own, code = interrupted_driver(None)
+    assert own == "True"
+    assert code == 130
+    assert not any(map(alive, pids))
+    assert set(Path("/tmp").glob("dray-*")) == before, "the cluster's files are gone too"
