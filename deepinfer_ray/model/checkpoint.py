@@ -1,7 +1,8 @@
 """A checkpoint directory: checked from its headers before a byte of data is read, then read in pieces.
 
 Knows: index and shards, coverage, dtypes and shapes, all of spec/model.md §2.5 in its order. Does not know:
-what a tensor means, devices, ranks. Names are stored names without the optional prefix `model.`. Nothing is cast.
+what a tensor means, devices, ranks. Names are stored names without the optional prefix
+`model.`; nothing is cast.
 """
 
 from __future__ import annotations
