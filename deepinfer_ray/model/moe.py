@@ -1,0 +1,196 @@
+"""Mixture of experts of one layer: router, exchange, experts, combine (model spec §3.7).
+
+Knows: rounding points 20–23, two ways to hold expert weights. Does not know: which rank owns which expert;
+the exchange and the physical-expert map do.
+
+Shape letters: T rows, E experts, k slots, P pairs (row, slot), D hidden size, M expert width, C buffer rows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from deepinfer_ray.config.hf import LayerSpec, TextConfig
+from deepinfer_ray.model.step import StepContext
+from deepinfer_ray.ops import moe as ops
+from deepinfer_ray.ops.formats import dequant_mxfp4_weight
+from deepinfer_ray.ops.linear import ROW_TILE, linear, pad_dim, round_up
+from deepinfer_ray.ops.numerics import Numerics
+from deepinfer_ray.parallel.expert_exchange import ExpertExchange, LocalExchange
+
+
+class ExpertProducts(Protocol):
+    """Both products of the local experts for (row, slot) pairs."""
+
+    def __call__(
+        self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
+    ) -> torch.Tensor:
+        """[T·k, D] unrounded results; pairs with expert -1 give zeros (their weight is 0)."""
+        ...
+
+
+class Activation:
+    """What happens between the two products of an expert, rounding included."""
+
+    def __init__(self, numerics: Numerics, limit: float | None) -> None:
+        self.numerics, self.limit = numerics, limit
+
+    def __call__(self, gate_up: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        nx = self.numerics
+        out = ops.swiglu(nx.b(gate_up), weight, self.limit)
+        return nx.q8(nx.b(out) if nx.reference else out)
+
+
+class StackedExperts(nn.Module):
+    """Dequantized weights of all local experts in two tensors: one batched product each.
+
+    The last expert may be the shared one: it then takes part in the same two products.
+    """
+
+    def __init__(self, experts: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.w13 = nn.Parameter(torch.empty(experts, hidden, 2 * width), requires_grad=False)
+        self.w2 = nn.Parameter(torch.empty(experts, width, hidden), requires_grad=False)
+
+    def forward(
+        self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
+    ) -> torch.Tensor:
+        """Rows lie in a buffer of equally many rows for each expert; what else lies there changes no bit."""
+        rows, slots = experts_Tk.shape
+        flat = experts_Tk.reshape(-1).clamp_min(0)
+        capacity = round_up(max(rows, 1))
+        if rows > ROW_TILE:
+            place, fullest = _places(flat, self.experts)
+            capacity = min(capacity, round_up(fullest))
+        if capacity >= rows:
+            # Every expert's buffer is the rows themselves, in place.
+            index = (experts_Tk.clamp_min(0) * capacity + _arange(rows, flat.device)).view(-1)
+            buffer = pad_dim(x_TD, 0).expand(self.experts, -1, -1)
+        else:
+            index = flat * capacity + place
+            row_of_pair = torch.arange(rows, device=flat.device).repeat_interleave(slots)
+            buffer = x_TD.new_zeros(self.experts * capacity, x_TD.shape[1])
+            buffer = buffer.index_copy(0, index, x_TD[row_of_pair]).view(self.experts, capacity, -1)
+        hidden = torch.bmm(buffer, self.w13).flatten(0, 1).index_select(0, index)
+        inner = act(hidden, weights_Tk.reshape(-1, 1))
+        spread = inner.new_zeros(self.experts * capacity, inner.shape[1]).index_copy(0, index, inner)
+        out = torch.bmm(spread.view(self.experts, capacity, -1), self.w2)
+        return out.flatten(0, 1).index_select(0, index)
+
+
+def _arange(rows: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(rows, device=device).unsqueeze(1)
+
+
+def _places(flat_P: torch.Tensor, experts: int) -> tuple[torch.Tensor, int]:
+    """(place of each pair among the pairs of its expert, pairs of the fullest expert)."""
+    order = torch.argsort(flat_P, stable=True)
+    counts = torch.bincount(flat_P, minlength=experts)
+    starts = counts.cumsum(0) - counts
+    place = torch.empty_like(flat_P)
+    place[order] = torch.arange(flat_P.numel(), device=flat_P.device) - starts[flat_P[order]]
+    return place, int(counts.max())
+
+
+class PackedExperts(nn.Module):
+    """Expert weights in their stored MXFP4 bytes; an expert is dequantized when rows arrive for it."""
+
+    def __init__(self, experts: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.experts = experts
+
+        def codes(out: int, inner: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(experts, out, inner, dtype=torch.uint8), requires_grad=False)
+
+        self.w13, self.w13_scale = codes(2 * width, hidden // 2), codes(2 * width, hidden // 32)
+        self.w2, self.w2_scale = codes(hidden, width // 2), codes(hidden, width // 32)
+
+    def forward(
+        self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
+    ) -> torch.Tensor:
+        slots = experts_Tk.shape[1]
+        flat, weights = experts_Tk.reshape(-1), weights_Tk.reshape(-1, 1)
+        out = x_TD.new_zeros(flat.numel(), x_TD.shape[1])
+        for expert in torch.unique(flat[flat >= 0]).tolist():
+            pairs = (flat == expert).nonzero().view(-1)
+            w13 = dequant_mxfp4_weight(self.w13[expert], self.w13_scale[expert])
+            inner = act(linear(x_TD[pairs // slots], w13), weights[pairs])
+            w2 = dequant_mxfp4_weight(self.w2[expert], self.w2_scale[expert])
+            out = out.index_copy(0, pairs, linear(inner, w2))
+        return out
+
+
+class MoE(nn.Module):
+    """Router and experts of one layer."""
+
+    def __init__(self, text: TextConfig, layer: LayerSpec, numerics: Numerics, has_vision: bool) -> None:
+        super().__init__()
+        D, E = text.hidden_size, layer.num_experts
+        self.layer, self.numerics = layer, numerics
+        self.k, self.scaling = layer.experts_per_token, text.routed_scaling_factor
+        self.act = Activation(numerics, text.swiglu_limit)
+        self.gate = nn.Parameter(torch.empty(E, D), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(E), requires_grad=False)
+        self.bias_vl = nn.Parameter(torch.empty(E), requires_grad=False) if has_vision else None
+        shared = text.n_shared_experts * text.moe_intermediate_size
+        self.shared_w13 = nn.Parameter(torch.empty(2 * shared, D), requires_grad=False) if shared else None
+        self.shared_w2 = nn.Parameter(torch.empty(D, shared), requires_grad=False) if shared else None
+        # Filled by the loader, which knows this rank's experts and the memory it may take.
+        self.experts: StackedExperts | PackedExperts
+        self.exchange: ExpertExchange = LocalExchange(E)
+        self.physical: torch.Tensor | None = None
+        """logical -> physical expert, None = identity."""
+        self.shared_expert: int | None = None
+        """Index of the shared expert inside `experts` when it is stacked with them."""
+
+    def forward(self, v_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """[T, D] for normed input v."""
+        return self.compute(v_TD, ctx.meta.image_mask, ctx.meta.valid, ctx)
+
+    def compute(
+        self,
+        v_TD: torch.Tensor,
+        image_mask: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+        ctx: StepContext | None = None,
+    ) -> torch.Tensor:
+        """`forward` without a step: rows, their image mask and validity are all it depends on."""
+        nx, rows = self.numerics, v_TD.shape[0]
+        experts, weights = ops.route(
+            linear(v_TD, self.gate), self.bias, self.k, self.scaling, self.bias_vl, image_mask, valid
+        )
+        if ctx is not None:
+            ctx.note(f"layers.{self.layer.index}.gate_indices", experts)
+            ctx.note(f"layers.{self.layer.index}.gate_weights", weights)
+        v8_TD = nx.q8(v_TD)
+        slots = experts if self.physical is None else self._to_physical(experts)
+        received = self.exchange.dispatch(v8_TD, slots, weights)
+        if self.shared_expert is not None and self.exchange.is_local:
+            first = torch.full_like(experts[:, :1], self.shared_expert)
+            slots = torch.cat((first, received.experts_Rk), dim=1)
+            weights = torch.cat((torch.ones_like(weights[:, :1]), received.weights_Rk), dim=1)
+            out = nx.b(self.experts(v8_TD, slots, weights, self.act)).view(rows, self.k + 1, -1)
+            shared, routed = out[:, 0], self.exchange.combine(out[:, 1:], received)
+        else:
+            out = self.experts(received.rows_RD, received.experts_Rk, received.weights_Rk, self.act)
+            out = nx.b(out).view(received.rows_RD.shape[0], self.k, -1)
+            shared, routed = self._shared(v8_TD), self.exchange.combine(out, received)
+        if nx.reference:
+            ascending = experts.argsort(dim=-1)
+            routed = routed.gather(1, ascending.unsqueeze(-1).expand_as(routed))
+            total = ops.combine_slots(routed)
+            return nx.b(total if shared is None else total + shared)
+        return nx.b(ops.combine_slots(routed, shared))
+
+    def _to_physical(self, experts: torch.Tensor) -> torch.Tensor:
+        assert self.physical is not None
+        return self.physical[experts.clamp_min(0)].masked_fill(experts < 0, -1)
+
+    def _shared(self, v8_TD: torch.Tensor) -> torch.Tensor | None:
+        if self.shared_w13 is None or self.shared_w2 is None:
+            return None
+        return self.numerics.b(linear(self.act(linear(v8_TD, self.shared_w13), None), self.shared_w2))

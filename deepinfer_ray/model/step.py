@@ -1,0 +1,152 @@
+"""What the layers of one forward pass share: index plans, rotations, published selections.
+
+Knows: how a step's metadata turns into the tensors that every layer needs again, computed once.
+Does not know: weights. Lives for one step.
+
+Shape letters: T rows, W window columns, K selected entries, N entries scored, R rotated dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepinfer_ray.cache.metadata import RatioPlan, StepMetadata
+from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.ops.attention import validity_bias
+from deepinfer_ray.ops.linear import round_up
+from deepinfer_ray.ops.numerics import Numerics
+from deepinfer_ray.ops.rope import RopeTable
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class EntryPlan:
+    """Compressed entries that one ratio produces in this step (attention spec §4.3)."""
+
+    slots: torch.Tensor
+    """[E] pool slot of each entry row, -1 = not stored."""
+    rotation: Rotation
+    """cos, sin [E, R] at the entry's first token."""
+    rows: torch.Tensor | None
+    """[E, r] members in the step's rows, -1 = in the ring; None = all in the ring (decode)."""
+    ring: torch.Tensor | None
+    """[E, r] members in the state ring, -1 = in the step's rows; None for ratio 1."""
+
+
+@dataclass(slots=True)
+class Selection:
+    """The entries that the queries of a segment attend, published by its index source."""
+
+    entries_TK: torch.Tensor
+    """Entry ids of the row's own sequence, ascending, -1 padded."""
+    index_TK: torch.Tensor
+    """Decode: pool slots. Prefill: rows of the gathered prefix. -1 padded."""
+    bias_T1K: torch.Tensor
+    """0 where an entry is, -inf where none is."""
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    """KV source -> [T, K, d] gathered once for all layers of the segment (when it fits)."""
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One step's shared state; see the module docstring."""
+
+    meta: StepMetadata
+    pools: CachePools
+    numerics: Numerics
+    plain: Rotation
+    """cos, sin [T, R] of window-only layers."""
+    compressed: Rotation
+    """cos, sin [T, R] of layers with a ratio."""
+    window_bias: torch.Tensor
+    """[T, 1, W] 0 or -inf."""
+    window_index: torch.Tensor
+    """[T, W] prefill: rows of [history | chunk | one zero row]; decode: ring records, -1 = none."""
+    entries: dict[int, EntryPlan]
+    max_klen: dict[int, int]
+    """ratio -> most entries visible to a row."""
+    sequence_rows: list[int]
+    """Prefill: exclusive prefix sums of rows a sequence, on the host."""
+    selection: Selection | None = None
+    candidates: torch.Tensor | None = None
+    """[T, B] candidate blocks of the candidate source; None = every visible entry is a candidate."""
+    gathered: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Prefill: KV source -> [K + 1, d] entries of all sequences' prefixes, a zero row last."""
+    capture: dict[str, torch.Tensor] | None = None
+    """Tests only: inner tensors by golden name."""
+    _slots: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def note(self, name: str, value: torch.Tensor) -> None:
+        """Keep an inner tensor when a test asked for it."""
+        if self.capture is not None:
+            self.capture[name] = value
+
+    def entry_slots(self, ratio: int, entries: torch.Tensor) -> torch.Tensor:
+        """Decode: pool slots of entry ids [T, n] of the rows' own sequences; -1 stays -1."""
+        tables = self.meta.block_tables
+        assert tables is not None
+        size = self.pools.layout.block_tokens // ratio
+        known = entries.clamp_min(0)
+        slots = tables.gather(1, known.div(size, rounding_mode="floor")) * size + known % size
+        return slots.masked_fill(entries < 0, -1)
+
+    def visible_slots(self, ratio: int) -> torch.Tensor:
+        """Decode: pool slots [T, N] of every visible entry, -1 behind a row's last; N is a multiple of 16."""
+        if ratio not in self._slots:
+            klen = self.meta.ratios[ratio].klen
+            columns = torch.arange(round_up(max(self.max_klen[ratio], 1)), device=klen.device)
+            entries = columns.masked_fill(columns >= klen.unsqueeze(1), -1)
+            self._slots[ratio] = self.entry_slots(ratio, entries)
+        return self._slots[ratio]
+
+
+def _entry_plan(meta: StepMetadata, plan: RatioPlan, table: RopeTable) -> EntryPlan:
+    if meta.is_prefill:
+        return EntryPlan(plan.entry_slots, table.take(plan.entry_positions), plan.entry_rows, plan.entry_ring)
+    if plan.ratio == 1:
+        return EntryPlan(plan.entry_slots, table.take(plan.entry_positions), None, None)
+    # Rows that close no group would give a zero row with slot -1: they are left out instead.
+    closing = plan.closing
+    assert closing is not None
+    return EntryPlan(
+        plan.entry_slots[closing],
+        table.take(plan.entry_positions[closing]),
+        None,
+        plan.entry_ring[closing],
+    )
+
+
+def build_context(
+    meta: StepMetadata,
+    pools: CachePools,
+    numerics: Numerics,
+    plain: RopeTable,
+    compressed: RopeTable,
+    capture: dict[str, torch.Tensor] | None = None,
+) -> StepContext:
+    """Everything that layers share in this step."""
+    last = int(meta.positions.max()) + 1 if meta.num_rows else 1
+    plain.reserve(last)
+    compressed.reserve(last)
+    keys = meta.swa_keys
+    present = keys >= 0
+    index = keys
+    if meta.is_prefill:
+        assert meta.swa_history is not None
+        index = keys.masked_fill(~present, meta.swa_history.numel() + meta.num_rows)
+    return StepContext(
+        meta=meta,
+        pools=pools,
+        numerics=numerics,
+        plain=plain.take(meta.positions),
+        compressed=compressed.take(meta.positions),
+        window_bias=validity_bias(present),
+        window_index=index,
+        entries={ratio: _entry_plan(meta, plan, compressed) for ratio, plan in meta.ratios.items()},
+        max_klen=meta.max_klen,
+        sequence_rows=meta.cu_q.tolist() if meta.is_prefill else [],
+        capture=capture,
+    )

@@ -1,0 +1,143 @@
+"""DeepSeek-V4.1's text stack: token rows in, hidden rows and logits out (model spec §3).
+
+Knows: embedding, the two halves of the layer stack, the final mix. Does not know: requests, sampling, where
+weights come from (`model/weights.py`), who owns cache blocks.
+
+Shape letters: T rows, m residual copies, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepinfer_ray.cache.metadata import StepMetadata
+from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.config.hf import LayerSpec, ModelConfig
+from deepinfer_ray.model.block import Block
+from deepinfer_ray.model.head import Head
+from deepinfer_ray.model.step import build_context
+from deepinfer_ray.model.yoco import run_layers
+from deepinfer_ray.ops.engram import EngramHash
+from deepinfer_ray.ops.hyper_connections import collapse
+from deepinfer_ray.ops.linear import round_up
+from deepinfer_ray.ops.numerics import Numerics
+from deepinfer_ray.ops.rope import RopeTable, inverse_frequencies, yarn_frequencies
+from deepinfer_ray.parallel.engram_store import EngramStore
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """Result of one forward pass."""
+
+    hidden: torch.Tensor
+    """[T, D] rows behind the final norm: input of `logits`."""
+    taps: torch.Tensor | None
+    """[T, targets · D] inputs of the drafter's target layers, None unless asked for."""
+
+
+class TextModel(nn.Module):
+    """The backbone. Build it on the meta device; `model/weights.py` fills it."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, max_positions: int | None = None) -> None:
+        """max_positions: bound of every position, by default `max_position_embeddings`.
+
+        It also bounds the width of a selection, so equal bounds are part of bitwise equality.
+        """
+        super().__init__()
+        text = config.text
+        self.config, self.numerics = config, numerics
+        self.max_positions = max_positions or text.max_position_embeddings
+        self.embed = nn.Parameter(
+            torch.empty(text.vocab_size, text.hidden_size, dtype=torch.bfloat16), requires_grad=False
+        )
+        self.blocks = nn.ModuleList(
+            Block(config, layer, numerics, self._columns(layer)) for layer in config.topology.backbone
+        )
+        self.head = Head(text, numerics)
+        self.engram_store: EngramStore | None = None
+        self._tables: tuple[RopeTable, RopeTable] | None = None
+        self._hash: EngramHash | None = None
+
+    def _columns(self, layer: LayerSpec) -> int:
+        """Columns of the selection: no more than entries can exist, a constant of the model."""
+        if layer.ratio == 0:
+            return 0
+        return min(self.config.text.index_topk, round_up(self.max_positions // layer.ratio))
+
+    def prepare(self, device: torch.device | str = "cpu") -> None:
+        """Build what is derived from the config alone; call once after the weights are loaded."""
+        text, dim = self.config.text, self.config.text.qk_rope_head_dim
+        plain = inverse_frequencies(dim, text.rope_theta)
+        scaling = text.rope_scaling
+        if scaling is None:
+            compressed = inverse_frequencies(dim, text.compress_rope_theta)
+        else:
+            compressed = yarn_frequencies(
+                dim,
+                text.compress_rope_theta,
+                scaling.factor,
+                scaling.original_max_position_embeddings,
+                scaling.beta_fast,
+                scaling.beta_slow,
+            )
+        self._tables = (
+            RopeTable(plain.to(device), self.max_positions),
+            RopeTable(compressed.to(device), self.max_positions),
+        )
+        self._hash = EngramHash(self.config.engram, device) if text.has_engram else None
+
+    def forward(
+        self,
+        meta: StepMetadata,
+        pools: CachePools,
+        *,
+        with_taps: bool = False,
+        embeds: torch.Tensor | None = None,
+        capture: dict[str, torch.Tensor] | None = None,
+    ) -> ModelOutput:
+        """Run one step; caches are updated in place.
+
+        with_taps: also return the drafter's target features. embeds: [T, D] rows that replace the embedding
+        (image rows merged in). capture: tests only, receives inner tensors.
+        """
+        if self._tables is None:
+            raise RuntimeError("TextModel.prepare() must run before the first forward pass")
+        ctx = build_context(meta, pools, self.numerics, *self._tables, capture)
+        x_TD = self.embed_tokens(meta.input_ids) if embeds is None else embeds
+        m = self.config.text.hc_mult
+        x_TmD = x_TD.unsqueeze(1).expand(-1, m, -1).contiguous()
+        a_Tm = torch.zeros(x_TD.shape[0], m, dtype=torch.float32, device=x_TD.device)
+        a_Tm[:, 0] = 1.0
+        ctx.note("layers.0.h_in", x_TmD)
+        rows = self.engram_rows(meta)
+        taps: list[torch.Tensor] | None = [] if with_taps else None
+        blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
+        border = self.config.topology.n_prefill_layer
+        x_TmD, a_Tm = run_layers(blocks[:border], x_TmD, a_Tm, rows, ctx, taps)
+        x_TmD, a_Tm = run_layers(blocks[border:], x_TmD, a_Tm, rows, ctx, taps)
+        h_TD = self.numerics.b(collapse(a_Tm, x_TmD))
+        ctx.note("final_hidden", h_TD)
+        return ModelOutput(self.head.normed(h_TD), torch.cat(taps, dim=-1) if taps else None)
+
+    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """float32 [T, D]; ids outside the vocabulary give zero rows."""
+        vocab = self.embed.shape[0]
+        rows = self.embed.index_select(0, ids_T.clamp(0, vocab - 1)).float()
+        return rows.masked_fill_(((ids_T < 0) | (ids_T >= vocab)).unsqueeze(-1), 0.0)
+
+    def engram_rows(self, meta: StepMetadata) -> torch.Tensor | None:
+        """[Engram layers, T, width] table rows of all Engram layers in one fetch; None without Engram."""
+        if self._hash is None:
+            return None
+        if self.engram_store is None:
+            raise RuntimeError(
+                "the model has Engram layers but no Engram store; load it with model/weights.py"
+            )
+        return self.engram_store.fetch(self._hash(meta.ngram_ids, meta.image_mask))
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """float32 [N, V] of hidden rows (after the final norm)."""
+        return self.head.logits(hidden_ND)

@@ -1,0 +1,48 @@
+"""Matrix products whose result rows do not depend on how many rows there are.
+
+Knows: the row tile that makes it so (model spec §9.4). Does not know: weights' storage, numeric modes.
+CPU matrix libraries pick another kernel for 1–3 or 7 rows than for the same rows in a larger batch, and the
+low bits differ. Every product with a weight therefore goes through here, padded with zero rows to a multiple
+of 16; no other module pads rows.
+
+Shape letters: T rows, G groups, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+ROW_TILE = 16
+"""Rows of every product are padded to a multiple of this (model spec §9.4)."""
+
+
+def round_up(n: int, multiple: int = ROW_TILE) -> int:
+    """The least multiple of `multiple` that is >= n."""
+    return -(-n // multiple) * multiple
+
+
+def pad_dim(x: torch.Tensor, dim: int, multiple: int = ROW_TILE) -> torch.Tensor:
+    """x with zeros appended along `dim` up to the next multiple; x itself where nothing is missing."""
+    size = x.shape[dim]
+    missing = -size % multiple
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat((x, x.new_zeros(shape)), dim)
+
+
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """[T, O] = x · weightᵀ in float32, each row independent of the other rows and of T."""
+    rows = x_TI.shape[0]
+    if rows % ROW_TILE == 0:
+        return F.linear(x_TI, weight_OI)
+    return F.linear(pad_dim(x_TI, 0), weight_OI)[:rows]
+
+
+def grouped_linear(x_TGI: torch.Tensor, weight_GIO: torch.Tensor) -> torch.Tensor:
+    """[T, G, O]: group g of every row times weight[g], rows independent as in `linear`."""
+    rows = x_TGI.shape[0]
+    y_GTO = torch.bmm(pad_dim(x_TGI, 0).transpose(0, 1), weight_GIO)
+    return y_GTO[:, :rows].transpose(0, 1)

@@ -1,0 +1,70 @@
+"""Router, clamped SwiGLU, and the products of the experts (model spec §3.7).
+
+Knows: the formulas on float32 tensors. Does not know: where experts live, numeric modes.
+
+Shape letters: T rows, E experts, k slots, P pairs (row, slot), M expert width, C buffer rows an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def router_scores(logits_TE: torch.Tensor) -> torch.Tensor:
+    """float32 `sqrt(softplus(logit))`."""
+    # Not torch's softplus: its vector body and scalar tail differ in low bits (model spec §9.4).
+    return torch.where(logits_TE > 20.0, logits_TE, logits_TE.clamp_max(20.0).exp().log1p()).sqrt()
+
+
+def select_experts(selection_TE: torch.Tensor, k: int) -> torch.Tensor:
+    """int64 [T, k] indices of the k largest, descending; equal values: the smaller id first."""
+    return torch.sort(selection_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def route(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor,
+    k: int,
+    scaling: float,
+    bias_image_E: torch.Tensor | None = None,
+    image_mask: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts int64 [T, k], weights float32 [T, k]) in top-k slot order.
+
+    The bias (the image bias inside image spans) selects, the weights come from the unbiased scores.
+    Rows that are not `valid` get expert -1 and weight 0.
+    """
+    scores = router_scores(logits_TE)
+    bias = bias_E
+    if image_mask is not None and bias_image_E is not None:
+        bias = torch.where(image_mask.unsqueeze(-1), bias_image_E, bias_E)
+    experts = select_experts(scores + bias, k)
+    weights = scores.gather(1, experts)
+    if k > 1:
+        total = weights[:, :1]
+        for slot in range(1, k):
+            total = total + weights[:, slot : slot + 1]
+        weights = weights / (total + 1e-20)
+    weights = weights * scaling
+    if valid is not None:
+        experts = experts.masked_fill(~valid.unsqueeze(-1), -1)
+        weights = weights.masked_fill(~valid.unsqueeze(-1), 0.0)
+    return experts, weights
+
+
+def swiglu(gate_up_P2M: torch.Tensor, weight_P1: torch.Tensor | None, limit: float | None) -> torch.Tensor:
+    """float32 [P, M]: `silu(gate) · up · weight`; the gate is clamped from above only, up from both sides."""
+    gate, up = gate_up_P2M.chunk(2, dim=-1)
+    if limit:
+        gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
+    out = gate / ((-gate).exp() + 1.0) * up
+    return out if weight_P1 is None else out * weight_P1
+
+
+def combine_slots(o_TkD: torch.Tensor, first_TD: torch.Tensor | None = None) -> torch.Tensor:
+    """float32 [T, D]: first + o[0] + o[1] + … in slot order (model spec §3.7: shared first)."""
+    total = o_TkD[:, 0] if first_TD is None else first_TD + o_TkD[:, 0]
+    for slot in range(1, o_TkD.shape[1]):
+        total = total + o_TkD[:, slot]
+    return total
