@@ -1,56 +1,23 @@
 """A row becomes token ids and sampling parameters, or the row's own error.
 
-Knows: columns, the text tokenizer, the context length, per-row sampling. Does not know: files, results.
+Knows: columns, the text encoder, the context length, per-row sampling. Does not know: files, results.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from tokenizers import Tokenizer
 
+from deepinfer_ray.chat.text import TextEncoder
 from deepinfer_ray.engine.request import SamplingParams, as_token_ids, completion_seed
-from deepinfer_ray.errors import CheckpointError, InputError, RowError
+from deepinfer_ray.errors import InputError, RowError
 from deepinfer_ray.job import values
 from deepinfer_ray.job.plan import InputFile, Part
 from deepinfer_ray.job.source import id_strings
-
-
-class TextTokenizer:
-    """Text → ids with the added vocabulary out of reach: a user's text never becomes a control token.
-
-    The tokens of `added_tokens` are removed from the loaded file; what spells like one is ordinary text
-    (spec/chat.md §1.2, method 2).
-    """
-
-    def __init__(self, tokenizer_json: str, bos_id: int) -> None:
-        content = json.loads(tokenizer_json)
-        content["added_tokens"] = []
-        content["post_processor"] = None
-        self._tokenizer = Tokenizer.from_str(json.dumps(content))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._bos_id = bos_id
-
-    @classmethod
-    def load(cls, model_dir: str | Path, bos_id: int) -> TextTokenizer:
-        """From `tokenizer.json` of a checkpoint directory. Raises `CheckpointError`."""
-        path = Path(model_dir) / "tokenizer.json"
-        try:
-            return cls(path.read_text(encoding="utf-8"), bos_id)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise CheckpointError(f"cannot load the tokenizer {path}: {error}") from None
-
-    def encode(self, text: str) -> np.ndarray:
-        """int64 [1 + len]: one BOS, then the text."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.asarray([self._bos_id, *ids], np.int64)
 
 
 @dataclass(frozen=True)
@@ -105,12 +72,12 @@ class EncodedRow:
 class Encoder:
     """Encodes the rows of a part, one at a time and in order."""
 
-    def __init__(self, columns: Columns, rules: RowRules, tokenizer: TextTokenizer | None) -> None:
-        if columns.prompt is not None and tokenizer is None:
-            raise ValueError("text prompts need a tokenizer")
+    def __init__(self, columns: Columns, rules: RowRules, text: TextEncoder | None) -> None:
+        if columns.prompt is not None and text is None:
+            raise ValueError("text prompts need a text encoder")
         self.columns = columns
         self.rules = rules
-        self._tokenizer = tokenizer
+        self._text = text
         self._base = SamplingParams(**rules.sampling)
 
     def encode(self, part: Part, table: pa.Table) -> Iterator[EncodedRow]:
@@ -151,8 +118,8 @@ class Encoder:
                 f"the prompt takes {values.size(raw)} bytes, the limit of a row is {rules.max_row_bytes}",
             )
         if self.columns.prompt is not None:
-            assert self._tokenizer is not None
-            ids = self._tokenizer.encode(values.text(raw, self.columns.prompt))
+            assert self._text is not None
+            ids = self._text.encode_prompt(values.text(raw, self.columns.prompt))
         else:
             assert self.columns.token_ids is not None
             ids = values.token_ids(raw, self.columns.token_ids)
@@ -169,7 +136,7 @@ class Encoder:
         return checked
 
     def _truncated(self, ids: np.ndarray) -> np.ndarray:
-        """The newest tokens, with room for the completion (half of the context at most); text keeps its BOS."""
+        """The newest tokens, with room for the completion (half the context at most); text keeps its BOS."""
         limit = self.rules.max_prompt
         keep = max(1, limit - min(self._base.max_tokens or limit, limit // 2))
         if self.columns.prompt is None or keep == 1:

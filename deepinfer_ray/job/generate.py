@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_ray import __version__
+from deepinfer_ray.chat.text import TextEncoder
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
 from deepinfer_ray.errors import CheckpointError, ConfigError, DeepInferError
 from deepinfer_ray.fleet.backend import Backend
-from deepinfer_ray.job.encode import Columns, Encoder, RowRules, TextTokenizer
+from deepinfer_ray.job.encode import Columns, Encoder, RowRules
 from deepinfer_ray.job.feeder import Feeder
 from deepinfer_ray.job.lease import Lease
 from deepinfer_ray.job.ledger import (
@@ -296,11 +297,11 @@ class _Run:
                 self._say("the input has no rows: 0 rows left")
             return self._end(Counts(), 0, 0)
         prepared = self._prepared
-        tokenizer = None
+        text = None
         if prepared.columns.prompt is not None:
-            tokenizer_dir = prepared.engine.model.tokenizer_path or prepared.model_dir
-            tokenizer = TextTokenizer.load(tokenizer_dir, prepared.model.bos_token_id)
-        encoder = Encoder(prepared.columns, prepared.rules, tokenizer)
+            tokenizer = prepared.engine.model.tokenizer_path or prepared.model_dir
+            text = TextEncoder.load(tokenizer, bos_id=prepared.model.bos_token_id)
+        encoder = Encoder(prepared.columns, prepared.rules, text)
         backend = make_backend(prepared.engine, prepared.model)
         graceful = False
         try:

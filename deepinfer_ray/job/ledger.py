@@ -89,7 +89,7 @@ class Ledger:
         if not allow_changed:
             raise ConfigError(
                 f"the output {self.store.location} was begun with something else: {shown}. Use another "
-                "--output, undo the change, or give --allow-changed to finish the remaining rows with the new settings"
+                "--output, undo the change, or give --allow-changed to run the remaining rows as they are now"
             )
         return changes
 

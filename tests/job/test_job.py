@@ -1,0 +1,221 @@
+"""A job from Parquet to Parquet with the stub backend: rows, columns, counts, exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from stub_backend import StubBackend
+
+from deepinfer_ray.errors import ConfigError, InputError
+from deepinfer_ray.job.schema import output_schema
+
+
+def test_every_row_gives_one_row_in_input_order(job, write_rows, read_output, tmp_path):
+    prompts = [f"prompt {i}" for i in range(1000)]
+    path = write_rows(tmp_path / "in" / "a.parquet", {"prompt": prompts, "k": range(1000)}, group=300)
+    outcome = job(input=path, sets=["job.rows_per_part=128"], stub=StubBackend(delay_s=0.05))
+    rows = read_output(tmp_path / "out")
+    assert outcome.exit_code == 0
+    assert [row["prompt"] for row in rows] == prompts
+    assert [row["row_id"] for row in rows[299:301]] == ["a.parquet#0:299", "a.parquet#1:0"]
+    assert all(row["finish_reason"] == "length" and row["error"] is None for row in rows)
+    assert rows[0]["prompt_tokens"] == 1 + len("prompt 0")
+    assert rows[0]["token_ids"][-1] == 0  # the stub reverses: BOS comes last
+    assert all(row["attempts"] == 1 and row["completion_tokens"] == len(row["token_ids"]) for row in rows)
+    names = sorted(path.name for path in (tmp_path / "out").glob("*"))
+    units = [(0, 3), (1, 3), (2, 3), (3, 1)]  # 300 rows = 128 + 128 + 44
+    expected = [f"part-{unit:06d}-{sub:04d}.parquet" for unit, subs in units for sub in range(subs)]
+    assert names == ["_deepinfer", *expected]
+    ours = {"manifest.json", "config.json", "summary.json"}
+    assert {path.name for path in (tmp_path / "out/_deepinfer").iterdir()} == ours
+    assert job.stub.most_under_way <= job.stub.capacity
+    assert job.stub.closed == [True]
+
+
+def test_summary_line(job, write_rows, tmp_path):
+    prompts = ["a" * length for length in range(1, 41)] + [None]
+    path = write_rows(tmp_path / "in.parquet", {"prompt": prompts})
+    outcome = job(input=path, stub=StubBackend(fail="out_of_blocks"), max_tokens=4)
+    summary = json.loads(outcome.summary.line())
+    long_enough = [length + 1 for length in range(1, 41) if (length + 1) % 7]
+    assert list(summary)[:8] == [
+        "event",
+        "rows",
+        "ok",
+        "errors",
+        "error_codes",
+        "prompt_tokens",
+        "completion_tokens",
+        "cached_tokens",
+    ]
+    assert summary["rows"] == 41
+    assert summary["ok"] == len(long_enough)
+    assert summary["error_codes"] == {"null_prompt": 1, "out_of_blocks": 40 - len(long_enough)}
+    assert summary["prompt_tokens"] == sum(range(2, 42))
+    assert summary["completion_tokens"] == sum(min(4, length) for length in long_enough)
+    assert (summary["restarts"], summary["parts"], summary["resumed_rows"], summary["rows_left"]) == (
+        2,
+        1,
+        0,
+        0,
+    )
+    assert summary["output"] == str(tmp_path / "out")
+    stored = json.loads((tmp_path / "out/_deepinfer/summary.json").read_text())
+    assert stored == summary
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_output_schema_is_fixed(job, write_rows, tmp_path, n):
+    table = pa.table(
+        {
+            "prompt": pa.array(["x", None]),
+            "ts": pa.array([1, 2], pa.timestamp("us", "UTC")),
+            "nested": pa.array([[{"a": 1}], None], pa.list_(pa.struct([("a", pa.int8())]))),
+            "cat": pa.array(["u", "v"]).dictionary_encode(),
+            "big": pa.array(["u", "v"], pa.large_string()),
+        }
+    )
+    path = write_rows(tmp_path / "in.parquet", table)
+    job(input=path, n=n)
+    part = pq.read_table(tmp_path / "out/part-000000-0000.parquet")
+    expected = output_schema(table.schema, n)
+    assert part.schema.names == expected.names
+    assert part.schema.remove_metadata().equals(expected)
+    assert part.select(table.schema.names).equals(table)
+
+
+def test_n_completions_a_row_become_lists_with_derived_seeds(job, write_rows, read_output, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["hello", None]})
+    job(input=path, n=3, seed=5, stub=StubBackend(capacity=2, delay_s=0.02))
+    good, bad = read_output(tmp_path / "out")
+    assert len(set(good["completion"])) == 3
+    assert good["finish_reason"] == ["length"] * 3
+    assert good["completion_tokens"] == [6, 6, 6]
+    assert good["prompt_tokens"] == 6
+    assert bad["finish_reason"] == ["error"] * 3
+    assert bad["completion"] == [None] * 3
+    assert bad["error_code"] == "null_prompt"
+    job(input=path, seed=5, output=str(tmp_path / "one"))
+    assert read_output(tmp_path / "one")[0]["completion"] == good["completion"][0]
+
+
+def test_logprob_columns(job, write_rows, read_output, tmp_path):
+    sampling = pa.array([{"logprobs": 1}, {"logprobs": None}])
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["ab", "cd"], "s": sampling})
+    job(input=path, sampling_column="s", max_tokens=2)
+    first, second = read_output(tmp_path / "out")
+    assert first["top_logprobs"] == [[{"id": 101, "logprob": -0.5}], [{"id": 100, "logprob": -0.5}]]
+    assert first["logprobs"] == [-0.25, -0.25]
+    assert second["top_logprobs"] is None
+    assert first["prompt_logprobs"] is None
+    assert first["reasoning"] is None
+    assert first["tool_calls"] is None
+
+
+def test_default_max_tokens_is_said(job, write_rows, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
+    job(input=path)
+    assert "max_tokens 256 a row (the default; --max-tokens changes it)" in job.said
+    job(input=path, max_tokens=3, output=str(tmp_path / "other"))
+    assert not [line for line in job.said if line.startswith("max_tokens")]
+
+
+def test_a_result_that_comes_twice_counts_once(job, write_rows, read_output, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) for i in range(200)]})
+    outcome = job(input=path, stub=StubBackend(twice=True), n=2)
+    assert outcome.summary.counts.rows == 200
+    assert len(read_output(tmp_path / "out")) == 200
+
+
+def test_empty_input_is_done_at_once(job, write_rows, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": pa.array([], pa.string())})
+    outcome = job(input=path)
+    assert outcome.exit_code == 0
+    assert outcome.summary.counts.rows == 0
+    assert "the input has no rows: 0 rows left" in job.said
+    assert job.stub.closed == []  # never made
+
+
+def test_limit_takes_the_first_rows(job, write_rows, read_output, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) for i in range(50)]}, group=20)
+    job(input=path, limit=33, sets=["job.rows_per_part=16"])
+    assert [row["prompt"] for row in read_output(tmp_path / "out")] == [str(i) for i in range(33)]
+
+
+def test_prefix_goes_before_every_output_column(job, write_rows, read_output, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"], "error": ["mine"], "completion": [1]})
+    with pytest.raises(
+        InputError, match=r"has the columns error, completion, which the output also has.*--output-prefix"
+    ):
+        job(input=path)
+    assert job.stub.submitted == 0
+    job(input=path, output_prefix="out_")
+    (row,) = read_output(tmp_path / "out")
+    assert row["error"] == "mine"
+    assert row["out_error"] is None
+    assert row["out_row_id"] == "in.parquet#0:0"
+
+
+def test_footer_says_where_rows_come_from(job, write_rows, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a", None, "c"]})
+    job(input=path, sets=["job.rows_per_part=2"], seed=9)
+    footer = pq.read_metadata(tmp_path / "out/part-000000-0001.parquet").metadata
+    assert footer[b"deepinfer_ray.seed"] == b"9"
+    where = json.loads(footer[b"deepinfer_ray.part"])
+    assert where == {"input": "in.parquet", "row_group": 0, "rows": [2, 3]}
+    for name in ("version", "config_sha256", "model_sha256", "input_sha256"):
+        assert footer[f"deepinfer_ray.{name}".encode()]
+
+
+def test_an_output_inside_the_input_is_refused(job, write_rows, tmp_path):
+    write_rows(tmp_path / "data" / "a.parquet", {"prompt": ["a"]})
+    with pytest.raises(ConfigError, match="lies inside the input"):
+        job(input=tmp_path / "data", output=str(tmp_path / "data" / "out"))
+
+
+@pytest.mark.parametrize("flag", ["messages_column", "schema_column", "tools_column", "image_column"])
+def test_columns_of_later_versions_are_refused(job, write_rows, tmp_path, flag):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
+    with pytest.raises(ConfigError, match=r"this version takes texts \(--prompt-column\) and token ids"):
+        job(input=path, **{flag: "x"})
+
+
+def test_too_many_errors_stop_the_job(job, write_rows, tmp_path):
+    prompts = [None if i % 4 == 0 else f"p{i}" for i in range(2000)]
+    path = write_rows(tmp_path / "in.parquet", {"prompt": prompts})
+    outcome = job(input=path, max_error_rate=0.1, sets=["job.rows_per_part=32"])
+    assert outcome.exit_code == 3
+    assert "more than --max-error-rate 0.1 allows: null_prompt" in str(outcome.error)
+    assert job.stub.closed == [False]
+    assert outcome.summary.rows_left > 1000
+    outcome = job(input=path, max_error_rate=0.3, sets=["job.rows_per_part=32"])
+    assert outcome.exit_code == 0
+    assert outcome.summary.counts.rows == 2000
+    assert outcome.summary.counts.error_codes == Counter(null_prompt=500)
+
+
+def test_dead_fleet_keeps_what_is_committed(job, write_rows, read_output, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) for i in range(600)]})
+    outcome = job(input=path, stub=StubBackend(die_after=300), sets=["job.rows_per_part=32"])
+    assert outcome.exit_code == 4
+    assert "rank 0 died" in str(outcome.error)
+    committed = len(read_output(tmp_path / "out"))
+    assert 0 < committed < 300
+    outcome = job(input=path, sets=["job.rows_per_part=32"])
+    assert outcome.summary.resumed_rows == committed
+    assert [row["prompt"] for row in read_output(tmp_path / "out")] == [str(i) for i in range(600)]
+
+
+def test_deadline_ends_in_order(job, write_rows, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) for i in range(2000)]})
+    outcome = job(
+        input=path, stub=StubBackend(capacity=8, delay_s=0.05), deadline=0.4, sets=["job.rows_per_part=8"]
+    )
+    assert outcome.exit_code == 0
+    assert 0 < outcome.summary.counts.rows < 2000
+    assert outcome.summary.rows_left == 2000 - outcome.summary.counts.rows
+    assert [line for line in job.said if "rows left; the same command goes on" in line]
