@@ -171,7 +171,7 @@ class ChatEncoder:
         if options.thinks and isinstance(options.reasoning_effort, str):
             body["reasoning_effort"] = options.reasoning_effort
         if options.active_tools:
-            body |= {"tools": list(options.active_tools), "tool_choice": options.tool_choice}
+            body |= {"tools": _named_parameters(options.active_tools), "tool_choice": options.tool_choice}
         if options.response_format is not None:
             body["response_format"] = options.response_format
         try:
@@ -260,6 +260,18 @@ def _parse_options(request: ConversationRequest, row: Messages, options: ChatOpt
             tool["function"]["name"]: tool["function"].get("parameters") for tool in options.active_tools
         },
     )
+
+
+def _named_parameters(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools whose empty `parameters` are absent: the library renders both alike but refuses the former."""
+
+    def named(tool: dict[str, Any]) -> dict[str, Any]:
+        declared = tool.get("function")
+        if not isinstance(declared, dict) or declared.get("parameters"):
+            return tool
+        return {**tool, "function": {k: v for k, v in declared.items() if k != "parameters"}}
+
+    return [named(tool) for tool in tools]
 
 
 def _reason(error: ConversionError) -> str:

@@ -182,6 +182,8 @@ class _Reader:
             source = {"url": source}
         if not isinstance(source, Mapping) or not isinstance(source.get("url"), str):
             raise RowError("bad_image", f"{where}: an image needs a url (http(s) or data URL)")
+        if not source["url"].startswith(("http://", "https://", "data:")):
+            raise RowError("bad_image", f"{where}: the image's url is neither an http(s) nor a data URL")
         detail = source.get("detail") or part.get("detail")
         image = {"url": source["url"]} | ({"detail": detail} if detail else {})
         return {"type": "image_url", "image_url": image}
@@ -224,7 +226,7 @@ def _take_task(body: list[dict[str, Any]]) -> str | None:
     tasks = {i: message.pop("task") for i, message in enumerate(body) if "task" in message}
     for i, task in tasks.items():
         where, role = f"messages[{i}].task", body[i]["role"]
-        if task not in TASKS:
+        if not isinstance(task, str) or task not in TASKS:
             _refuse(f"{where}: unknown task; one of {', '.join(TASKS)}")
         if role != ("assistant" if task == "title" and role == "assistant" else "user"):
             _refuse(f"{where}: a {role} message cannot have this task; put it on the last user message")

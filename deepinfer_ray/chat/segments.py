@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from deepinfer_ray.chat.tokens import ASSISTANT, END_THINK, THINK
+from deepinfer_ray.chat.tokens import ASSISTANT, END_THINK, GROUNDING, THINK
 
 
 class Segment(NamedTuple):
@@ -27,10 +27,16 @@ def control(spelling: str) -> Segment:
 
 
 def split_prompt(prompt: str, special_ranges: Sequence[tuple[int, int]]) -> list[Segment]:
-    """Segments of `prompt`; `special_ranges` are ascending half-open code point ranges, a token each."""
+    """Segments of `prompt`; `special_ranges` are ascending half-open code point ranges, a token each.
+
+    The library also marks the visual grounding tokens that an assistant message of the row spells; row text
+    is never a control token here (spec/chat.md §1.2 lists what may be), so those stay text.
+    """
     segments: list[Segment] = []
     position = 0
     for start, end in special_ranges:
+        if prompt[start:end] in GROUNDING:
+            continue
         segments += [Segment(prompt[position:start]), control(prompt[start:end])]
         position = end
     segments.append(Segment(prompt[position:]))
