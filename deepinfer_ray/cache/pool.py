@@ -143,7 +143,7 @@ class CachePools:
         """float32 [..., d] latents of the ring of `layer` at records [...]."""
         rows = self._rings[layer]
         flat = rows.view.index_select(0, rows.load_rows(records).reshape(-1))
-        return quant.decode_record(self.layout.window_record, flat).view(*records.shape, -1)
+        return quant.decode_record(self.layout.window_record, flat).view(*records.shape, self.layout.head_dim)
 
     # Compressed entries and index keys ------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class CachePools:
         """float32 [..., d] compressed latents of KV source `layer` at entry slots [...]."""
         paged = self._main[layer]
         flat = paged.data.view.index_select(0, paged.data.load_rows(slots).reshape(-1))
-        return quant.decode_record(paged.record, flat).view(*slots.shape, -1)
+        return quant.decode_record(paged.record, flat).view(*slots.shape, paged.record.width)
 
     def store_index_keys(self, layer: int, x_Ed: torch.Tensor, slots_E: torch.Tensor) -> None:
         """Write index keys float32 [E, di] of index-key source `layer` to entry slots [E]."""
@@ -175,7 +175,7 @@ class CachePools:
             scales = codes[:, :0]
         else:
             scales = paged.scales.view.index_select(0, paged.scales.load_rows(slots).reshape(-1))
-        return quant.decode(paged.record, codes, scales).view(*slots.shape, -1)
+        return quant.decode(paged.record, codes, scales).view(*slots.shape, paged.record.width)
 
     # Compression state ----------------------------------------------------------------------------------
 
