@@ -91,8 +91,8 @@ def packed_scale_growth(specs: list[TensorSpec]) -> int:
 def rank_bytes(config: ModelConfig, specs: list[TensorSpec]) -> list[dict[str, Any]]:
     """Weights of every rank for each EP size, all but routed experts and Engram tables replicated.
 
-    Padding makes the ranks of a group equal. `bytes` is device memory; the rank's Engram share, in host memory
-    unless configured otherwise, is counted beside it.
+    Padding makes the ranks of a group equal. `bytes` is device memory; the Engram share, in host memory
+    unless configured otherwise, counts beside it.
     """
     text, topology = config.text, config.topology
     total: dict[str, int] = defaultdict(int)
