@@ -54,10 +54,13 @@ class TokenTable:
         self.pieces = tuple(pieces)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, hidden: Iterable[int] = ()) -> TokenTable:
+        """hidden: ids that leave no text, such as EOS."""
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         byte_level = b"ByteLevel" in state
         names = [tokenizer.id_to_token(token) for token in range(vocab_size)]
+        for token in hidden:
+            names[token] = None
         return cls(b"" if name is None else piece_bytes(name, byte_level) for name in names)
 
     def __len__(self) -> int:

@@ -63,7 +63,7 @@ class HistoryReader:
         the N drafts in flight (pads for fresh sequences).
         """
         table, overlapping = self.table, plan.remap >= 0
-        length, drafts = table.len[plan.rows].astype(np.int64), table.num_drafts
+        length = table.len[plan.rows].astype(np.int64)
         first = np.where(overlapping, length, length - 1)
         fresh_ids = np.concatenate(
             [table.tokens[plan.rows, length - 1][:, None], table.draft[plan.rows]], axis=1
@@ -72,7 +72,6 @@ class HistoryReader:
         history = self._read_compressed(plan.rows[:, None], places)
         in_flight = np.where(overlapping[:, None], table.compress_ids(table.draft[plan.rows]), self.pad)
         window = np.concatenate([np.where(places < 0, self.pad, history), in_flight], axis=1)
-        assert window.shape == (plan.num_seqs, drafts + self.order - 1)
         return fresh_ids, table.compress_ids(fresh_ids), window
 
     def _read(
@@ -121,16 +120,16 @@ def gather_in_flight(
     lookup: torch.Tensor | None,
     pad: int,
     rows: tuple[torch.Tensor, torch.Tensor],
+    order: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """input ids int64 [T] and n-gram windows int64 [T, G] where the previous step is still in flight.
 
     Device counterpart of `HistoryReader.tokens` (spec/speculative.md §3.5, spec/engine.md §8.3). remap:
-    [n], -1 = fresh. fresh_*: [n, N+1]. window: [n, N+G-1]. lookup: [ids] token id → Engram id, None = identity.
-    rows: (sequence of each row [T], row in its sequence [T]).
+    [n], -1 = fresh. fresh_*: [n, N+1]. window: [n, N+G-1]. lookup: [ids] token id → Engram id or None.
+    rows: (sequence of each row [T], row in its sequence [T]). order: G.
     """
     seq_T, step_T = rows
     drafts = fresh_ids.shape[1] - 1
-    order = window.shape[1] - drafts + 1
     overlapping_n = remap >= 0
     source_n = remap.clamp_min(0)
     current = torch.cat([previous.sampled[source_n, None], previous.drafts[source_n]], dim=1)

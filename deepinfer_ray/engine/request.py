@@ -188,9 +188,14 @@ class RequestResult:
 
 def as_token_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """int32 copy of `ids`; `RowError` (`empty_prompt`, `wrong_type`, `bad_token_id`) if it cannot be one."""
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RowError("wrong_type", f"token ids must be a flat list of integers: {error}") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise RowError("wrong_type", f"token ids must be a flat list of integers, got {array.dtype} {array.shape}")
+        raise RowError(
+            "wrong_type", f"token ids must be a flat list of integers, got {array.dtype} {array.shape}"
+        )
     if array.size == 0:
         raise RowError("empty_prompt", "the prompt has no token")
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
@@ -200,5 +205,3 @@ def as_token_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray
             f"token id {int(array[bad[0]])} at position {int(bad[0])} is outside [0, {vocab_size})",
         )
     return np.ascontiguousarray(array, dtype=np.int32)
-
-

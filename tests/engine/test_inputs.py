@@ -91,6 +91,7 @@ def test_golden_gather_across_an_in_flight_step() -> None:
         golden["lookup_table"],
         7,
         (seq, step),
+        order=4,
     )
     assert torch.equal(windows, golden["ngram_token_ids"])
 
@@ -150,6 +151,7 @@ def test_overlapped_gather_equals_the_committed_truth(num_drafts: int, seed: int
         torch.from_numpy(LOOKUP).long(),
         PAD,
         (torch.from_numpy(step_rows.seq_of_row), torch.from_numpy(step_rows.row_in_seq)),
+        order=ORDER,
     )
 
     for row, index in zip(rows, remap, strict=True):

@@ -1,0 +1,232 @@
+"""One rank's engine: requests in, exactly one result out for each.
+
+Knows: a model, its cache pools, a scheduler and a step loop; validation, text, statistics. Does not know:
+rows, Ray, other ranks (beside the vote group handed to the scheduler), how the model was loaded (`build.py`).
+One thread calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.engine.defaults import GenerationDefaults
+from deepinfer_ray.engine.detokenizer import TextStream, TokenTable
+from deepinfer_ray.engine.phase_vote import VoteGroup
+from deepinfer_ray.engine.request import Request, RequestResult, as_token_ids
+from deepinfer_ray.engine.scheduler import Scheduler
+from deepinfer_ray.engine.sequence import Status, Terminal
+from deepinfer_ray.engine.settings import SchedulerSettings
+from deepinfer_ray.engine.stats import EngineStats
+from deepinfer_ray.engine.step_loop import Model, StepLoop
+from deepinfer_ray.engine.timeline import Timeline
+from deepinfer_ray.errors import ConfigError, RowError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+QUEUE_SHARE = 4
+"""A rank keeps 1/4 of its seats' number of requests waiting, so that a freed seat is taken at once."""
+
+
+class Engine:
+    """Facade over scheduler, step loop and text.
+
+    A request that can never run ends with an error result like any other; `step` never raises for one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pools: CachePools,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        compress: np.ndarray | None = None,
+        defaults: GenerationDefaults | None = None,
+        settings: SchedulerSettings | None = None,
+        votes: VoteGroup | None = None,
+        timeline: Timeline | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """compress: int32 token id -> Engram id, None for a model without Engram. settings: instead of those
+        that `config` gives. votes: the data-parallel group, None = a rank on its own."""
+        self.config, self.model, self.pools = config, model, pools
+        self.vocab_size = model.config.text.vocab_size
+        ends = (defaults or GenerationDefaults()).eos_token_ids or (model.config.eos_token_id,)
+        self.eos_token_id, self._more_ends = ends[0], ends[1:]
+        self.settings = settings or SchedulerSettings.of(
+            config, pools.num_blocks, vocab_size=self.vocab_size, eos_token_id=self.eos_token_id
+        )
+        self._check_pools()
+        if model.config.text.has_engram and compress is None:
+            raise ConfigError("the model has Engram layers: the engine needs the map to compressed token ids")
+        self.tokens = TokenTable.of(tokenizer, self.vocab_size, hidden=ends)
+        self.scheduler = Scheduler(self.settings, votes=votes, compress=compress, clock=clock)
+        self.scheduler.on_tokens = self._watch
+        blacklist = np.asarray(config.sampling.blacklisted_ids, np.int64)
+        if blacklist.size and blacklist.max() >= self.vocab_size:
+            raise ConfigError(
+                f"sampling.token_blacklist names token {int(blacklist.max())}, the vocabulary ends at "
+                f"{self.vocab_size - 1}"
+            )
+        self._lockstep = votes is not None and votes.size > 1
+        self.loop = StepLoop(
+            model,
+            pools,
+            self.scheduler,
+            blacklist=blacklist,
+            placeholders=self._lockstep,
+            timeline=timeline,
+        )
+        self._stats = EngineStats(clock=clock)
+        self._refused: list[RequestResult] = []
+
+    def _check_pools(self) -> None:
+        settings, pools = self.settings, self.pools
+        if pools.num_blocks < settings.num_blocks or pools.num_slots < settings.num_state_slots:
+            raise ConfigError(
+                f"the cache pools hold {pools.num_blocks} blocks and {pools.num_slots} slots, the scheduler "
+                f"was promised {settings.num_blocks} and {settings.num_state_slots}"
+            )
+        settings.require_headroom()
+
+    # -- requests ---------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request. One that can never run gets its error result from the next `step`.
+
+        `request.params.n` is not looked at: the caller expands it into requests with derived seeds.
+        """
+        try:
+            request = self._checked(request)
+        except RowError as error:
+            length = len(request.prompt) if np.ndim(request.prompt) == 1 else 0
+            self._refused.append(RequestResult.failed(request.request_id, length, error.code, str(error)))
+            return
+        params = request.params
+        stream = None
+        if params.stop:
+            stream = TextStream(self.tokens, params.stop, params.include_stop_str_in_output)
+        self.scheduler.add(request, extra=stream)
+
+    def _checked(self, request: Request) -> Request:
+        """The request as it will run, or `RowError`."""
+        params = request.params
+        prompt = as_token_ids(request.prompt, self.vocab_size)
+        if len(prompt) > self.settings.prompt_limit:
+            raise RowError(
+                "prompt_too_long",
+                f"{len(prompt)} prompt tokens, but at most {self.settings.prompt_limit} can be run "
+                "(scheduler.max_model_len); shorten the prompt or raise it",
+            )
+        if params.structured_outputs is not None:
+            raise RowError("bad_schema", "structured_outputs is not supported by this engine; remove it")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            outside = [token for token in ids if not 0 <= token < self.vocab_size]
+            if outside:
+                raise RowError(
+                    "bad_sampling_params", f"{name}: token {outside[0]} is outside [0, {self.vocab_size})"
+                )
+        if (params.logprobs or 0) > self.vocab_size:
+            raise RowError(
+                "bad_sampling_params",
+                f"logprobs: {params.logprobs} alternatives, the vocabulary has {self.vocab_size}",
+            )
+        if params.prompt_logprobs is not None and self.config.prefill.truncation_mode != "off":
+            raise RowError(
+                "bad_sampling_params",
+                f"prompt_logprobs needs every prompt row, but prefill.truncation_mode is "
+                f"{self.config.prefill.truncation_mode!r}",
+            )
+        if self._more_ends and not params.ignore_eos:
+            ends = tuple(dict.fromkeys((*params.stop_token_ids, *self._more_ends)))
+            params = params.model_copy(update={"stop_token_ids": ends})
+        return dataclasses.replace(request, prompt=prompt, params=params)
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request wherever it is; its result comes from the next `step`. False if it is not alive."""
+        return self.scheduler.abort(request_id)
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestResult]:
+        """One step of the loop; results of the requests that ended."""
+        results, self._refused = self._refused, []
+        if self._lockstep or self.scheduler.has_unfinished or self.loop.has_in_flight:
+            terminals = self.loop.step()
+            assert self.loop.last_plan is not None
+            self._stats.record_step(self.loop.last_plan, self.loop.take_commits())
+            results += [self._result(terminal) for terminal in terminals]
+        if not self.has_unfinished():
+            self._stats.idle()
+        return results
+
+    def has_unfinished(self) -> bool:
+        """Whether another step is needed here."""
+        return bool(self._refused) or self.scheduler.has_unfinished or self.loop.has_in_flight
+
+    def run(self) -> list[RequestResult]:
+        """Steps until nothing is left; results in the order in which they ended."""
+        results: list[RequestResult] = []
+        while self.has_unfinished():
+            results += self.step()
+        return results
+
+    def wanted(self) -> int:
+        """How many more requests it would take now without piling them up."""
+        seats = self.settings.max_seqs
+        return max(0, seats + max(1, seats // QUEUE_SHARE) - self.scheduler.num_unfinished)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """A JSON-able picture of this rank (spec/engine.md §9.6)."""
+        return self._stats.snapshot(self.scheduler)
+
+    def check_integrity(self) -> None:
+        """`IntegrityError` unless the scheduler's books balance."""
+        self.scheduler.check_integrity()
+
+    # -- text -------------------------------------------------------------------------------------------
+
+    def _watch(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
+        """Shows the new tokens of requests with stop strings to their streams."""
+        table, answer = self.scheduler.table, None
+        for index, (row, start, count) in enumerate(
+            zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+        ):
+            sequence = table.sequences[row]
+            if sequence is None or not isinstance(sequence.extra, TextStream):
+                continue
+            params, before = sequence.request.params, start - sequence.prompt_len
+            for place in range(count):
+                token = int(table.tokens[row, start + place])
+                if token in params.stop_token_ids and not params.include_stop_str_in_output:
+                    break
+                sequence.extra.push(token, armed=before + place + 1 > params.min_tokens)
+                if sequence.extra.stopped:
+                    answer = np.zeros(len(rows), np.int32) if answer is None else answer
+                    answer[index] = place + 1
+                    break
+        return answer
+
+    def _result(self, terminal: Terminal) -> RequestResult:
+        self._stats.record_terminal(terminal)
+        return terminal.to_result(self._text(terminal))
+
+    def _text(self, terminal: Terminal) -> str:
+        """Text of the completion: without EOS, without the stop token id that ended it unless asked for."""
+        stream = terminal.sequence.extra
+        if isinstance(stream, TextStream):
+            stream.finish()
+            return stream.text
+        tokens, params = terminal.token_ids, terminal.sequence.request.params
+        if len(tokens) and terminal.status is Status.STOPPED and not params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        return self.tokens.text(tokens.tolist())
