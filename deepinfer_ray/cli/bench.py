@@ -34,7 +34,9 @@ def _print_table(result: dict[str, Any]) -> None:
 
 def bench(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
 ) -> None:
     """Measure something on this machine and print the figures."""
     from deepinfer_ray.bench.machine import report

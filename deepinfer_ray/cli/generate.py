@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,8 +48,26 @@ def expand_values(args: list[str]) -> list[str]:
     return expanded
 
 
-def _flag(name: str, text: str, panel: str, **options: Any) -> Any:
-    return typer.Option(name, help=text, rich_help_panel=panel, show_default=False, **options)
+_METAVARS = {
+    "--model": "DIR",
+    "--input": "PATH...",
+    "--output": "DIR",
+    "--deadline": "TIME",
+    "--numerics": "exact|released",
+    "--device": "cpu|cuda|auto",
+    "--on-too-long": "error|truncate-left",
+    "--config": "FILE",
+    "--set": "KEY=VALUE",
+    "--stop": "TEXT",
+    "--output-prefix": "TEXT",
+    "--allow-changed": None,
+    "--retry-errors": None,
+}
+
+
+def _flag(name: str, text: str, panel: str) -> Any:
+    value = _METAVARS.get(name, "COLUMN" if name.endswith("-column") else "N")
+    return typer.Option(name, help=text, rich_help_panel=panel, show_default=False, metavar=value)
 
 
 _DATA, _ROWS, _SAMPLING, _ENGINE, _RUN, _CONFIG = (
@@ -170,7 +188,7 @@ def generate(
 
     Starts a local Ray, or joins the cluster of RAY_ADDRESS. May be killed at any moment: the same command
     resumes. Progress goes to stderr, the last line of stdout is a JSON summary. Exit codes: 0 done, 2 usage,
-    3 too many failed rows, 4 cluster, 5 output; 130 and 143 stopped by a signal. After 3 and above: resumable.
+    3 too many failed rows, 4 cluster, 5 output, 130 and 143 stopped by a signal; 3 and above can be resumed.
     """
     given = dict(locals())
     flags: dict[str, object] = {}
@@ -198,10 +216,12 @@ def run_generate(
     files: Sequence[str] = (),
     sets: Sequence[str] = (),
     make_backend: BackendFactory | None = None,
+    before_summary: Callable[[], None] | None = None,
 ) -> None:
     """Run the job; prints the summary as the last line of stdout and leaves with the job's exit code.
 
-    make_backend: what runs the rows, ranks on Ray by default. Raises `typer.Exit` for a code other than 0, and what may not be begun (`ConfigError`, `InputError`, …).
+    make_backend: what runs the rows, ranks on Ray by default. before_summary: prints to stdout when all rows
+    are done. Raises `typer.Exit` for a code other than 0, and what forbids to begin (`ConfigError`, …).
     """
     from deepinfer_ray.job.generate import generate as run_job
     from deepinfer_ray.job.signals import StopSignals
@@ -214,6 +234,8 @@ def run_generate(
         outcome = run_job(resolved, factory, lambda text: print(text, file=sys.stderr), signals)
     if outcome.error is not None:
         print(f"error: {outcome.error}", file=sys.stderr)
+    if before_summary is not None and not outcome.exit_code:
+        before_summary()
     print(outcome.summary.line(), flush=True)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)

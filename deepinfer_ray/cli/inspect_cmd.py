@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from deepinfer_ray.errors import CheckpointError
-from deepinfer_ray.model.inspect import inspect_checkpoint
 
 GIB = 2**30
 
@@ -21,6 +20,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Coverage, sizes and fit of a checkpoint; with only a config.json, what a checkpoint must hold."""
+    from deepinfer_ray.model.inspect import inspect_checkpoint  # torch: not for --help
+
     report = inspect_checkpoint(model)
     if as_json:
         typer.echo(json.dumps(report))

@@ -9,8 +9,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from deepinfer_ray.model import synthetic
-
 
 def make_checkpoint(
     out: Annotated[Path, typer.Option("--out", help="New or empty directory.")],
@@ -28,6 +26,8 @@ def make_checkpoint(
     ] = None,
 ) -> None:
     """Write a synthetic checkpoint with its tokenizer."""
+    from deepinfer_ray.model import synthetic  # torch: not for --help
+
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("writing", total=None)
