@@ -107,8 +107,8 @@ class Engine:
         try:
             request = self._checked(request)
         except RowError as error:
-            length = len(request.prompt) if np.ndim(request.prompt) == 1 else 0
-            self._refused.append(RequestResult.failed(request.request_id, length, error.code, str(error)))
+            failed = RequestResult.failed(request.request_id, len(request.prompt), error.code, str(error))
+            self._refused.append(failed)
             return
         params = request.params
         stream = None
