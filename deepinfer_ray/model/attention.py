@@ -1,4 +1,4 @@
-"""One layer's attention: projections, window ring, compressed entries, output projection (attention spec §2–§8).
+"""One layer's attention: projections, window ring, compressed entries, output (attention spec §2–§8).
 
 Knows: the order of operations of a layer in prefill and decode (attention spec §12.1), rounding points 7–17.
 Does not know: hyper-connections, index plans (they come with the step), how records are stored.
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         window, window_rows = self._window(latent_Td, ctx)
         selection = ctx.selection if self.ratio else None
         rows, width = ctx.window_index.shape
-        columns = width + (0 if selection is None else selection.index_TK.shape[1])
+        columns = width + (0 if selection is None else selection.index.shape[1])
         tile = max(1, GATHER_BYTES // (4 * self.dim * columns))
         if rows <= tile:
             return self._attend_rows(q_THd, window, window_rows, selection, slice(0, rows), ctx)
@@ -137,7 +137,7 @@ class Attention(nn.Module):
             window = buffer[window_index[rows]]
         entries, bias = None, None
         if selection is not None:
-            entries, bias = self._entries(selection, rows, ctx), selection.bias_T1K[rows]
+            entries, bias = self._entries(selection, rows, ctx), selection.bias[rows]
         attend = sparse_attention_blocks if self.numerics.reference else sparse_attention
         return attend(q_THd[rows], window, ctx.window_bias[rows], entries, bias, self.attn_sink, self.scale)
 
@@ -145,11 +145,11 @@ class Attention(nn.Module):
         """[rows, K, d] selected entries of the KV source."""
         source = self.layer.kv_source
         assert source is not None
-        total = selection.index_TK.shape[0]
+        total = selection.index.shape[0]
         whole = rows.start == 0 and rows.stop >= total
         if whole and source in selection.keys:
             return selection.keys[source]
-        index = selection.index_TK[rows]
+        index = selection.index[rows]
         if ctx.meta.is_prefill:
             keys = self._gathered(source, ctx)[index]
         else:

@@ -52,7 +52,7 @@ class Block(nn.Module):
     def forward(
         self, x_TmD: torch.Tensor, a_Tm: torch.Tensor, ctx: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(X, a) behind this layer. The Engram update has been applied by the caller (see `update_engram`)."""
+        """(X, a) behind this layer; X comes with the layer's Engram update applied."""
         name = f"layers.{self.layer.index}"
         a_ffn, post, comb = self.hc_attn.mix(x_TmD)
         v = self.attn_input(a_Tm, x_TmD)

@@ -1,4 +1,4 @@
-"""The indexer: index keys of a source, scores of the queries, the selection for a segment (attention spec §5, §6).
+"""The indexer: index keys of a source, query scores, the selection of a segment (attention spec §5, §6).
 
 Knows: which keys a row may see and how prefill and decode reach them. Does not know: main entries' bytes.
 
@@ -6,6 +6,8 @@ Shape letters: T rows, E entry rows, h index heads, c index head dimension, N en
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import nn
@@ -113,17 +115,18 @@ class Indexer(nn.Module):
         return ops.select_top(scores, valid, self.columns)
 
     def _dense_scores(self, q_Thc: torch.Tensor, weights_Th: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """[T, N] scores of all visible entries; columns behind a row's klen are arbitrary but finite or -inf."""
+        """[T, N] scores of all visible entries; columns behind a row's klen are finite or -inf."""
         if not ctx.meta.is_prefill:
             keys = ctx.pools.load_index_keys(self.key_source, ctx.visible_slots(self.ratio))
             return self._score(q_Thc, weights_Th, keys)
         plan = ctx.meta.ratios[self.ratio]
-        assert plan.load_slots is not None and plan.ks is not None
+        assert plan.load_slots is not None
+        assert plan.ks is not None
         keys = ctx.pools.load_index_keys(self.key_source, plan.load_slots)
         scores = q_Thc.new_full((q_Thc.shape[0], round_up(max(1, ctx.max_klen[self.ratio]))), float("-inf"))
         bounds = ctx.sequence_rows
         starts, lengths = plan.ks.tolist(), plan.klen.tolist()
-        for first, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, end in itertools.pairwise(bounds):
             if first == end or not lengths[end - 1]:
                 continue
             own = keys[starts[first] : starts[first] + lengths[end - 1]]

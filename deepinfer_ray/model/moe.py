@@ -171,14 +171,16 @@ class MoE(nn.Module):
         received = self.exchange.dispatch(v8_TD, slots, weights)
         if self.shared_expert is not None and self.exchange.is_local:
             first = torch.full_like(experts[:, :1], self.shared_expert)
-            slots = torch.cat((first, received.experts_Rk), dim=1)
-            weights = torch.cat((torch.ones_like(weights[:, :1]), received.weights_Rk), dim=1)
+            slots = torch.cat((first, received.experts), dim=1)
+            weights = torch.cat((torch.ones_like(weights[:, :1]), received.weights), dim=1)
             out = nx.b(self.experts(v8_TD, slots, weights, self.act)).view(rows, self.k + 1, -1)
-            shared, routed = out[:, 0], self.exchange.combine(out[:, 1:], received)
+            shared: torch.Tensor | None = out[:, 0]
+            routed = self.exchange.combine(out[:, 1:], received)
         else:
-            out = self.experts(received.rows_RD, received.experts_Rk, received.weights_Rk, self.act)
-            out = nx.b(out).view(received.rows_RD.shape[0], self.k, -1)
-            shared, routed = self._shared(v8_TD), self.exchange.combine(out, received)
+            out = self.experts(received.rows, received.experts, received.weights, self.act)
+            out = nx.b(out).view(received.rows.shape[0], self.k, -1)
+            shared = self._shared(v8_TD)
+            routed = self.exchange.combine(out, received)
         if nx.reference:
             ascending = experts.argsort(dim=-1)
             routed = routed.gather(1, ascending.unsqueeze(-1).expand_as(routed))

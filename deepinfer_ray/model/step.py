@@ -40,12 +40,12 @@ class EntryPlan:
 class Selection:
     """The entries that the queries of a segment attend, published by its index source."""
 
-    entries_TK: torch.Tensor
-    """Entry ids of the row's own sequence, ascending, -1 padded."""
-    index_TK: torch.Tensor
-    """Decode: pool slots. Prefill: rows of the gathered prefix. -1 padded."""
-    bias_T1K: torch.Tensor
-    """0 where an entry is, -inf where none is."""
+    entries: torch.Tensor
+    """[T, K] entry ids of the row's own sequence, ascending, -1 padded."""
+    index: torch.Tensor
+    """[T, K]. Decode: pool slots. Prefill: rows of the gathered prefix. -1 padded."""
+    bias: torch.Tensor
+    """[T, 1, K] 0 where an entry is, -inf where none is."""
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     """KV source -> [T, K, d] gathered once for all layers of the segment (when it fits)."""
 

@@ -7,6 +7,8 @@ Shape letters: T rows, m copies of the residual stream, D hidden size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -46,7 +48,9 @@ def _sinkhorn_in_place(logits_Tmm: torch.Tensor, eps: float, iterations: int) ->
     c = shifted.permute(1, 2, 0).contiguous().numpy()
     over_columns = np.empty((c.shape[0], 1, c.shape[2]), np.float32)
     over_rows = np.empty((1, c.shape[1], c.shape[2]), np.float32)
-    start, add, divide = np.float32(eps), np.add.reduce, np.divide
+    # Positional arguments of reduce: axis, dtype, out, keepdims, initial; keywords cost as much as the sum.
+    start, divide = np.float32(eps), np.divide
+    add: Any = np.add.reduce
     add(c, 1, None, over_columns, True, np.float32(0))
     divide(c, over_columns, c)
     np.add(c, start, c)

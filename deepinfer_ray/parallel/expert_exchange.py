@@ -19,11 +19,12 @@ import torch
 class Received:
     """Rows that this rank's experts process."""
 
-    rows_RD: torch.Tensor
-    experts_Rk: torch.Tensor
-    """int64 local expert of each slot, -1 = none of this rank's."""
-    weights_Rk: torch.Tensor
-    """float32 routing weight of each slot, 0 where the expert is -1."""
+    rows: torch.Tensor
+    """[R, D]."""
+    experts: torch.Tensor
+    """int64 [R, k] local expert of each slot, -1 = none of this rank's."""
+    weights: torch.Tensor
+    """float32 [R, k] routing weight of each slot, 0 where the expert is -1."""
     handle: Any = None
     """What the transport needs to send the results back."""
 
