@@ -10,26 +10,40 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deepinfer_ray.errors import CheckpointError
+from deepinfer_ray.config.load import load_config
+from deepinfer_ray.errors import CheckpointError, ConfigError
 
 GIB = 2**30
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a config.json.")],
+    path: Annotated[
+        Path | None, typer.Argument(help="Checkpoint directory, or a config.json.", show_default=False)
+    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="The same, as an option.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: Annotated[list[Path] | None, typer.Option("--config", help="YAML file with model.path.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="block.option=value")] = None,
 ) -> None:
     """Coverage, sizes and fit of a checkpoint; with only a config.json, what a checkpoint must hold."""
     from deepinfer_ray.model.inspect import inspect_checkpoint  # torch: not for --help
 
-    report = inspect_checkpoint(model)
+    given = path or model
+    if given is None:
+        configured = load_config(config or (), sets or ()).model.path
+        if configured is None:
+            raise ConfigError(
+                "give the checkpoint: deepinfer-ray inspect DIR, or model.path in a --config file"
+            )
+        given = Path(configured)
+    report = inspect_checkpoint(given)
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        _print(Console(), model, report)
+        _print(Console(), given, report)
     if report["problems"]:
         raise CheckpointError(
-            f"{model}: {len(report['problems'])} problems, the first: {report['problems'][0]}"
+            f"{given}: {len(report['problems'])} problems, the first: {report['problems'][0]}"
         )
 
 
