@@ -26,7 +26,12 @@ def broken_utf8(strings: pa.Array, rows: list[int]) -> pa.Array:
 IDS_KINDS = {
     "null": (None, None, "null_prompt", "is null"),
     "empty": ("[]", None, "empty_prompt", "is an empty list"),
-    "too long": (json.dumps([7] * (CONTEXT + 1)), None, "prompt_too_long", "201 tokens, the context takes 200"),
+    "too long": (
+        json.dumps([7] * (CONTEXT + 1)),
+        None,
+        "prompt_too_long",
+        "201 tokens, the context takes 200",
+    ),
     "id out of range": ("[5, 512]", None, "bad_token_id", "token id 512 at position 1 is outside [0, 512)"),
     "negative id": ("[-1, 5]", None, "bad_token_id", "token id -1 at position 0 is outside [0, 512)"),
     "null inside": ("[5, null]", None, "bad_token_id", "the token id at position 1 of column ids is null"),
@@ -39,7 +44,9 @@ IDS_KINDS = {
 
 def test_two_thousand_rows_with_ten_kinds_of_bad_ones(job, write_rows, read_output, tmp_path):
     rng = np.random.default_rng(5)
-    bad_rows = {int(row): kind for row, kind in zip(rng.permutation(2000)[:100], list(IDS_KINDS) * 10, strict=True)}
+    bad_rows = {
+        int(row): kind for row, kind in zip(rng.permutation(2000)[:100], list(IDS_KINDS) * 10, strict=True)
+    }
     ids, sampling = [], []
     for row in range(2000):
         value, parameters, *_ = IDS_KINDS[bad_rows[row]] if row in bad_rows else (f"[{row % 512}, 9]", None)
@@ -99,7 +106,9 @@ def test_text_prompts(job, write_rows, read_output, tmp_path, prompt, code, mess
 def test_prompt_that_is_no_text(job, write_rows, read_output, tmp_path):
     write_rows(tmp_path / "in/a.parquet", {"prompt": pa.array([1, None])})
     write_rows(tmp_path / "in/b.parquet", {"prompt": ["fine"]})
-    write_rows(tmp_path / "in/c.parquet", {"prompt": broken_utf8(pa.array(["", "ok"], pa.large_string()), [0])})
+    write_rows(
+        tmp_path / "in/c.parquet", {"prompt": broken_utf8(pa.array(["", "ok"], pa.large_string()), [0])}
+    )
     job(input=tmp_path / "in")
     errors = [(row["error_code"], row["error"]) for row in read_output(tmp_path / "out")]
     assert errors == [
@@ -191,7 +200,9 @@ def test_sampling_as_struct_and_map(job, write_rows, read_output, tmp_path):
         [{"temperature": 0.5, "stop": None}, {"temperature": math.nan, "stop": None}, None],
         pa.struct([("temperature", pa.float64()), ("stop", pa.list_(pa.string()))]),
     )
-    mapping = pa.array([[("temperature", "0.5")], [("temperature", "-2")], []], pa.map_(pa.string(), pa.string()))
+    mapping = pa.array(
+        [[("temperature", "0.5")], [("temperature", "-2")], []], pa.map_(pa.string(), pa.string())
+    )
     broken = pa.array(["{", "[1]", "null"])
     for name, column in {"a": struct, "b": mapping, "c": broken}.items():
         write_rows(tmp_path / f"in/{name}.parquet", {"prompt": ["x", "y", "z"], "s": column})
@@ -213,7 +224,9 @@ def test_control_token_spellings_stay_text(job, write_rows, read_output, tmp_pat
     assert bytes(token - 3 for token in ids[1:]).decode() == text
 
 
-@pytest.mark.parametrize(("prompt_kind", "kept"), [("prompt", [0, *range(60, 90)]), ("ids", list(range(59, 90)))])
+@pytest.mark.parametrize(
+    ("prompt_kind", "kept"), [("prompt", [0, *range(60, 90)]), ("ids", list(range(59, 90)))]
+)
 def test_truncate_left_keeps_the_newest_tokens(job, write_rows, read_output, tmp_path, prompt_kind, kept):
     ids = [0, *range(10, 90)]
     text = bytes(token - 3 for token in ids[1:]).decode()
