@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ QUIET = {
     "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+ANSWER_TIMEOUT_S = 5.0
+
 PATIENT = {"RAY_worker_register_timeout_seconds": "300"}
 """A worker on a busy small machine may take longer than Ray's 60 s to import what it needs."""
 
@@ -49,7 +52,9 @@ class Connection:
 
         if self.joined and ray.is_initialized():
             ray.shutdown(wait_for_processes=self.own)
-        if self.temp_dir is not None and not keep_logs:
+        if self.temp_dir is not None and keep_logs:
+            logger.warning("the logs of Ray and of every rank are kept in %s", self.temp_dir)
+        elif self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
@@ -78,13 +83,11 @@ def connect(
     address = address or os.environ.get("RAY_ADDRESS") or None
     with own_signal_handlers():
         if address not in (None, "local"):
+            require_answer(address)
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise PlacementError(
-                    f"no Ray cluster answers at {address!r}: {error}\n"
-                    "  what to do: check RAY_ADDRESS, or unset it to run on this machine"
-                ) from error
+                raise _no_answer(address, error) from error
             return Connection(ray.get_runtime_context().gcs_address, own=False, joined=True)
         for name, value in PATIENT.items():
             os.environ.setdefault(name, value)
@@ -104,6 +107,27 @@ def connect(
             shutil.rmtree(temp_dir, ignore_errors=True)
             raise
     return Connection(ray.get_runtime_context().gcs_address, own=True, joined=True, temp_dir=temp_dir)
+
+
+def require_answer(address: str) -> None:
+    """`PlacementError` unless something listens at `host:port`; Ray itself would try for half a minute.
+
+    Addresses of other forms (`auto`, `ray://…`) are left to Ray.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        raise _no_answer(address, error) from None
+
+
+def _no_answer(address: str, error: Exception) -> PlacementError:
+    return PlacementError(
+        f"no Ray cluster answers at {address!r}: {error}\n"
+        "  what to do: check RAY_ADDRESS, or unset it to run on this machine"
+    )
 
 
 @contextmanager

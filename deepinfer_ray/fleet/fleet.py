@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_ray.errors import ConfigError, DeepInferError, PlacementError, RankFailure
+from deepinfer_ray.errors import ConfigError, DeepInferError
 from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.fleet.cluster import Connection, connect
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
@@ -76,7 +76,7 @@ class RayFleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.grid = independent_grid(engine_config, dp)
-        self.options = options or FleetOptions()
+        self.options = options or default_options(engine_config)
         self.router = Router()
         self.restarts = 0
         self._model_dir = os.fspath(model_dir)
@@ -419,6 +419,12 @@ def independent_grid(engine_config: Any, dp: int) -> RankGrid:
     return grid
 
 
+def default_options(engine_config: Any) -> FleetOptions:
+    """Options that agree with the engine's: `parallel.step_timeout_s`."""
+    parallel = getattr(engine_config, "parallel", None)
+    return FleetOptions(patience=Patience(step=getattr(parallel, "step_timeout_s", Patience.step)))
+
+
 def describe_death(error: Exception) -> str:
     """The telling part of a Ray error: its class and its first lines."""
     text = str(error).strip() or repr(error)
@@ -434,6 +440,3 @@ def own_arrays(result: WorkResult) -> WorkResult:
         if isinstance(array, np.ndarray) and not array.flags.owndata:
             setattr(record, name, array.copy())
     return result
-
-
-__all__ = ["FleetOptions", "PlacementError", "RankFailure", "RayFleet"]

@@ -8,7 +8,7 @@ that dies is halved again, one that ends is cleared. A row that kills a rank alo
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from deepinfer_ray.errors import RankFailure
@@ -56,34 +56,32 @@ class Suspects:
 
 
 class RestartBudget:
-    """Deaths without progress. A row that ends is progress; so is a death among fewer rows than the last
-    one's.
+    """Deaths without progress, which is any row that ends; counted for each magnitude of rows in flight.
 
-    The second rule lets bisection run to its end, while an engine that kills every group runs out: groups of
-    a size die more than once before any row ends.
+    Bisection of a few killer rows stays within the limit at every magnitude: each costs one death per
+    halving. An engine that kills every group runs out soon: the number of groups doubles with each halving.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.deaths = 0
-        self._smallest: int | None = None
+        self._deaths: Counter[int] = Counter()
+
+    @property
+    def deaths(self) -> int:
+        """Deaths since the last progress."""
+        return self._deaths.total()
 
     def progress(self) -> None:
         """A row got its result."""
-        self.deaths = 0
-        self._smallest = None
+        self._deaths.clear()
 
     def death(self, rows_in_flight: int, cause: str) -> None:
         """Count a death; `RankFailure` when the budget is spent."""
-        narrowed = self._smallest is not None and 0 < rows_in_flight < self._smallest
-        if rows_in_flight:
-            self._smallest = min(rows_in_flight, self._smallest or rows_in_flight)
-        if narrowed:
-            return
-        self.deaths += 1
-        if self.deaths > self.limit:
+        magnitude = (rows_in_flight - 1).bit_length() if rows_in_flight else -1  # halving lowers it by one
+        self._deaths[magnitude] += 1
+        if self._deaths[magnitude] > self.limit:
             raise RankFailure(
-                f"ranks died {self.deaths} times without a row ending in between (limit {self.limit}); "
-                f"the last cause: {cause}\n  what to do: mend the cause, then run again with the same output "
-                "to resume"
+                f"ranks died {self.deaths} times without a row ending in between (limit {self.limit} at "
+                f"about {rows_in_flight} rows in flight); the last cause: {cause}\n"
+                "  what to do: mend the cause, then run again with the same output to resume"
             )

@@ -16,16 +16,19 @@ from typing import Any
 
 import pytest
 
-from deepinfer_ray.engine.request import SamplingParams
-from deepinfer_ray.errors import CheckpointError, PlacementError, RankFailure
+from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.engine.request import Request, SamplingParams
+from deepinfer_ray.errors import CheckpointError, ConfigError, PlacementError, RankFailure
 from deepinfer_ray.fleet.backend import Backend, WorkItem, WorkResult
 from deepinfer_ray.fleet.fleet import FleetOptions, RayFleet
+from deepinfer_ray.fleet.generate import FleetGenerator
+from deepinfer_ray.fleet.placement import Placement
+from deepinfer_ray.fleet.topology import GPU_DOMAIN_LABEL, PlacementPlan
 from deepinfer_ray.fleet.watch import Patience
 
 pytestmark = pytest.mark.ray
 
 GREEDY = SamplingParams(temperature=0)
-SMALL = FleetOptions(cpus_per_rank=0.5)
 
 
 def rows(prompts: list[Any]) -> list[WorkItem]:
@@ -173,13 +176,58 @@ def test_ranks_that_always_die_exhaust_the_budget(cluster: Any, stub: ModuleType
         fleet_of(stub, 1, {"fail": "die"}, max_restarts=1).start()
 
 
+def test_a_domain_that_no_machine_names_stays_unplaced_and_is_removed(cluster: Any) -> None:
+    plan = PlacementPlan(
+        ({"CPU": 0.5},), topology_strategy={"ray.io/node-id": "PACK", GPU_DOMAIN_LABEL: "STRICT_PACK"}
+    )
+    placement = Placement(plan, "nowhere")
+    time.sleep(0.5)
+    assert not placement.placed()
+    assert placement.remove()
+    assert placement.remove(), "a second removal is harmless"
+    assert f"STRICT_PACK within one {GPU_DOMAIN_LABEL}" in str(placement.failure(0.5))
+
+
+def test_generator_keeps_input_order_over_several_calls(cluster: Any, stub: ModuleType) -> None:
+    options = FleetOptions(cpus_per_rank=0.5)
+    with FleetGenerator(
+        "m", {"room": 3}, dp=2, device="cpu", engine_factory=stub.make, options=options
+    ) as ranks:
+        for size in (7, 0, 5):
+            requests = [
+                Request(stub.prompt(stub.SLOW, 30 - 3 * i, i), GREEDY, request_id=7) for i in range(size)
+            ]
+            results = ranks.run(requests)
+            assert [int(result.token_ids[0]) for result in results] == list(range(size))
+            assert {result.request_id for result in results} <= {7}
+    ranks.close()
+
+
+def test_fleet_states_are_checked(cluster: Any, stub: ModuleType) -> None:
+    fleet = fleet_of(stub, 1)
+    with pytest.raises(RuntimeError, match="not running; call start"):
+        fleet.poll(0)
+    fleet.close()
+    fleet.close()
+    with pytest.raises(RuntimeError, match="nothing after close"):
+        fleet.submit([])
+
+
+def test_ranks_with_collectives_are_refused(stub: ModuleType) -> None:
+    config = EngineConfig(parallel={"dp": 2, "ep": 2})
+    with pytest.raises(ConfigError, match=r"D=2 C=1 E=2 .* independent ranks: lcm\(C, E, N\) must be 1"):
+        RayFleet("m", config, 2)
+    assert RayFleet("m", EngineConfig(parallel={"dp": 2}), 2).grid.independent
+
+
 def test_stopped_process_is_noticed(cluster: Any, stub: ModuleType) -> None:
     """SIGSTOP: alive for the machine, silent for the fleet."""
-    with fleet_of(stub, 1, patience=Patience(ping_after=0.5, silent=4.0)) as fleet:
+    with fleet_of(stub, 1, patience=Patience(ping_after=0.5, silent=2.0)) as fleet:
         first = fleet.status()["ranks"][0]["pid"]
         os.kill(first, signal.SIGSTOP)
         results = run(fleet, rows([stub.prompt(stub.ECHO, 1)]))
         assert fleet.status()["ranks"][0]["pid"] != first
+        assert not alive(first)
     assert results[0].attempts == 2
 
 
@@ -209,7 +257,7 @@ DRIVER = """
 
 
 def interrupted_driver(address: str | None) -> tuple[list[int], str, int]:
-    """A driver in its own process group that gets Ctrl-C while rows are in flight: rank pids, own?, exit code."""
+    """A driver in its own process group gets Ctrl-C while rows are in flight: rank pids, own?, exit code."""
     code = textwrap.dedent(DRIVER).format(tests=str(Path(__file__).parent), address=address)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     driver = subprocess.Popen(
