@@ -172,6 +172,8 @@ class RequestResult:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     error: str | None = None
     error_code: str | None = None
+    completions: list[RequestResult] = field(default_factory=list)
+    """All n completions of the prompt, this one first; filled by `LLM.generate` only."""
 
     def __repr__(self) -> str:  # never the text itself
         return (

@@ -1,0 +1,129 @@
+"""An engine from a checkpoint directory and a configuration.
+
+Knows: the order in which a rank comes up: config, checks, weights, cache, engine (spec/engine.md §10). Does
+not know: other ranks, Ray, requests. Everything that can be refused is refused before weights are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from deepinfer_ray.cache.layout import CacheLayout
+from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.config.hf import ModelConfig
+from deepinfer_ray.engine.capacity import Capacity, plan_capacity
+from deepinfer_ray.engine.defaults import GenerationDefaults
+from deepinfer_ray.engine.engine import Engine
+from deepinfer_ray.engine.timeline import Timeline
+from deepinfer_ray.errors import ConfigError
+from deepinfer_ray.model.checkpoint import Checkpoint
+from deepinfer_ray.model.engram_ids import checked_compressed_ids, load_tokenizer
+from deepinfer_ray.model.weights import load_text_model
+from deepinfer_ray.ops.numerics import Numerics
+
+POSITION_SLACK = 128
+"""Position tables reach this far beyond the context, so that plain and overlapped loops, whose last positions
+differ by one, share one bound (it is part of bitwise equality)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """Everything of a rank but its weights and caches."""
+
+    config: EngineConfig
+    """Resolved against the model."""
+    model_config: ModelConfig
+    numerics: Numerics
+    layout: CacheLayout
+    tokenizer: Tokenizer
+    compress: np.ndarray | None
+    """int32 token id -> Engram id; None without Engram."""
+    defaults: GenerationDefaults
+    device: torch.device
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` (or an empty name) = CUDA where there is one. `ConfigError` if the device is not there."""
+    if name in ("auto", ""):
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device here; use cpu")
+    return device
+
+
+def prepare(model_dir: str | Path, config: EngineConfig, device: str | None = None) -> RankParts:
+    """Reads the small files and checks everything that needs no weights. `ConfigError`, `CheckpointError`."""
+    if config.num_drafts:
+        raise ConfigError(
+            f"speculative.num_drafts is {config.num_drafts}, but this engine runs no drafter; set it to 0"
+        )
+    where = pick_device(device or config.runtime.backend)
+    model_config = ModelConfig.load(model_dir)
+    config = config.resolve(model_config)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_dir)
+    compress = None
+    if model_config.text.has_engram:
+        compress = checked_compressed_ids(tokenizer, model_config.text.engram_compressed_vocab_size)
+    numerics = Numerics(config.numerics)
+    layout = CacheLayout.build(
+        model_config, numerics, config.num_drafts, max_backtracking=config.max_backtracking
+    )
+    defaults = GenerationDefaults.load(model_dir)
+    return RankParts(config, model_config, numerics, layout, tokenizer, compress, defaults, where)
+
+
+def cache_budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for blocks and slots: configured on a CPU; on a GPU its share of the memory that is left."""
+    if device.type == "cpu":
+        return config.cache.cpu_budget_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * config.cache.memory_utilization) - (total - free)
+
+
+def capacity_of(parts: RankParts) -> Capacity:
+    """Pool sizes on this device as it is now."""
+    return plan_capacity(parts.layout, parts.config, cache_budget(parts.config, parts.device))
+
+
+def build_engine(
+    model_dir: str | Path,
+    config: EngineConfig | None = None,
+    device: str | None = None,
+    *,
+    timeline: Timeline | None = None,
+) -> Engine:
+    """The engine of one rank on its own, weights loaded, caches allocated.
+
+    device: `cpu`, `cuda`, `cuda:1`, `auto`; None = `runtime.backend`.
+    """
+    parts = prepare(model_dir, config or EngineConfig(), device)
+    if parts.device.type == "cpu":
+        capacity_of(parts)  # an impossible budget fails here, not after minutes of loading
+    bound = -(-(parts.config.max_model_len + POSITION_SLACK) // POSITION_SLACK) * POSITION_SLACK
+    with Checkpoint.open(model_dir) as checkpoint:
+        model = load_text_model(
+            checkpoint, parts.numerics, max_positions=bound, backend="cpu", device=parts.device
+        )
+    capacity = capacity_of(parts)
+    pools = CachePools(parts.layout, capacity.num_blocks, capacity.num_slots, parts.device)
+    return Engine(
+        model,
+        pools,
+        parts.tokenizer,
+        parts.config,
+        compress=parts.compress,
+        defaults=parts.defaults,
+        timeline=timeline,
+    )
