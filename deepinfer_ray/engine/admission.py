@@ -120,7 +120,8 @@ class Adder:
             if state.can_place(total - full) is Fit.OK:
                 shared = fork.blocks[:full] if fork is not None else []
                 return _Candidate(sequence, length, cached, total - full, shared)
-            if self.chosen or state.num_decodable() or not self._relieve(sequence):
+            stuck = not (self.chosen or state.num_decodable() or state.prompted)
+            if not stuck or not self._relieve(sequence):
                 self.stop = True
                 return None
 
@@ -131,13 +132,13 @@ class Adder:
         good.
         """
         state = self.state
-        for sequence in (*reversed(state.prompted), *reversed(state.waiting)):
+        for sequence in reversed(state.waiting):
             if sequence is head or sequence.ended:
                 continue
             if sequence.fork is not None:
                 state.drop_fork(sequence)
                 return True
-            if sequence.row and state.table.n_draft[sequence.row] == 0 and sequence.status is Status.WAITING:
+            if sequence.row:
                 state.to_rowless(sequence)
                 sequence.num_preemptions += 1
                 state.num_preempted += 1
@@ -166,7 +167,7 @@ class Adder:
                 q = checkpoint - c.num_cached
                 break
         grown = protect_images(sequence, c.num_cached, q, c.length, grow=first)
-        if self.tokens + grown > budget:
+        if self.tokens + -(-grown // align) * align > budget:
             grown = protect_images(sequence, c.num_cached, q, c.length, grow=False)
         q = grown
         is_chunk = q < rest
