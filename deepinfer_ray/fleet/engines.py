@@ -20,15 +20,19 @@ class EngineLike(Protocol):
 
     def add(self, request: Request) -> Any:
         """Queue a request; `RowError` if this request can never run."""
+        ...
 
     def step(self) -> list[RequestResult]:
         """One engine step; results of the requests that ended."""
+        ...
 
     def has_unfinished(self) -> bool:
         """Whether another step is needed."""
+        ...
 
     def wanted(self) -> int:
         """How many more requests it would take now; 0 when saturated."""
+        ...
 
 
 EngineFactory = Callable[[RankSpec], EngineLike]
@@ -51,3 +55,13 @@ def resolve_factory(factory: EngineFactory | str) -> EngineFactory:
         raise ConfigError(f"engine factory {factory!r} is a {type(found).__name__}, not a function")
     checked: EngineFactory = found
     return checked
+
+
+def engine_from_checkpoint(spec: RankSpec) -> EngineLike:
+    """The real engine of one rank on its own, weights loaded. `ConfigError`, `CheckpointError`."""
+    import torch
+
+    from deepinfer_ray.engine.build import build_engine
+
+    torch.set_num_threads(spec.num_threads)
+    return build_engine(spec.model_dir, spec.engine_config, spec.device)

@@ -79,9 +79,9 @@ class RayFleet:
         self.options = options or default_options(engine_config)
         self.router = Router()
         self.restarts = 0
-        self._model_dir = os.fspath(model_dir)
+        self._model_dir = os.path.abspath(model_dir)  # ranks run in other directories
         self._engine_config = engine_config
-        self._device = device
+        self._device = device.partition(":")[0]  # of a rank's own GPU, which is always its first
         self._factory = engine_factory
         self._clock = clock
         self._name = f"deepinfer-{uuid.uuid4().hex[:8]}"
@@ -213,7 +213,7 @@ class RayFleet:
             generation=generation,
             model_dir=self._model_dir,
             engine_config=self._engine_config,
-            device=self._device,
+            device="cpu" if not gpus else self._device,  # without a GPU of its own Ray hides none
             num_threads=self.options.num_threads or max(1, int(self.options.cpus_per_rank)),
             engine_factory=self._factory,
         )
