@@ -160,12 +160,11 @@ class Engine:
         """One step of the loop; results of the requests that ended."""
         results, self._refused = self._refused, []
         if self._lockstep or self.scheduler.has_unfinished or self.loop.has_in_flight:
+            started = self._stats.clock()
             terminals = self.loop.step()
             assert self.loop.last_plan is not None
-            self._stats.record_step(self.loop.last_plan, self.loop.take_commits())
+            self._stats.record_step(self.loop.last_plan, self.loop.take_commits(), started)
             results += [self._result(terminal) for terminal in terminals]
-        if not self.has_unfinished():
-            self._stats.idle()
         return results
 
     def has_unfinished(self) -> bool:

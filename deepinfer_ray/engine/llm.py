@@ -131,8 +131,8 @@ class LLM:
 
         prompts: texts; each gets one BOS in front. prompt_token_ids: ids as they are; they win when both are
         given. sampling_params: one for all or one each; None = the checkpoint's defaults. With `n > 1` a
-        result is its first completion and `.completions` lists all n. Without a seed of its own, prompt number i of
-        this object is sampled with a seed derived from the option `seed` and i.
+        result is its first completion and `.completions` lists all n. Without a seed of its own, prompt
+        number i of this object is sampled with a seed derived from the option `seed` and i.
         Raises `ValueError` for lists that do not fit together.
         """
         if self._runner is None:

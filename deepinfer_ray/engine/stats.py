@@ -22,7 +22,7 @@ WINDOW_STEPS = 100
 
 @dataclass(slots=True)
 class _Sample:
-    """One step: when it ended, seconds since the one before, what it carried."""
+    """One step: when it ended, how long it took, what it carried."""
 
     time: float
     seconds: float
@@ -57,13 +57,12 @@ class EngineStats:
     """Smallest and largest sequence length of the last step."""
     _window: deque[_Sample] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     _endings: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
-    _last: float | None = None
 
-    def record_step(self, plan: StepPlan, commits: Iterable[CommitResult]) -> None:
-        """After each step: its plan, and what was committed in it (of this step or the one before)."""
+    def record_step(self, plan: StepPlan, commits: Iterable[CommitResult], started: float) -> None:
+        """After each step: its plan, what was committed in it (of this step or the one before), and the
+        clock when it began."""
         now = self.clock()
-        seconds = 0.0 if self._last is None else now - self._last
-        self._last = now
+        seconds = now - started
         emitted = verified = accepted = 0
         for commit in commits:
             emitted += int(commit.counts.sum())
@@ -95,10 +94,6 @@ class EngineStats:
             first = sequence.first_token_time
             wait = 0.0 if first is None else first - sequence.arrival_time
             self._endings.append((wait, sequence.prompt_len, len(terminal.token_ids)))
-
-    def idle(self) -> None:
-        """No step is due: the time until the next one is nobody's."""
-        self._last = None
 
     def snapshot(self, scheduler: Scheduler) -> dict[str, float | int | dict[str, int]]:
         """A JSON-able picture. Rates: the first sample of the window is left out, its time is the start."""
