@@ -242,6 +242,24 @@ def test_numerics_rejects_unknown_names():
         Numerics("exact", "other")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("scale", [0, 1, 105, 127, 200, 247])
+def test_group_dequantization_decodes_every_finite_code(scale: int):
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F] + [0, 0], dtype=torch.uint8)
+    scales = torch.full((8,), scale, dtype=torch.uint8)
+    want = formats.decode_e4m3(codes) * formats.decode_ue8m0(scales[:1])
+    got = formats.dequant_fp8_groups(codes, scales)
+    assert torch.equal(got, want)
+    assert torch.equal(got.signbit(), want.signbit())
+
+
+def test_packed_decoding_reads_every_byte():
+    packed = torch.arange(256, dtype=torch.uint8)
+    want = formats.decode_e2m1(formats.unpack_nibbles(packed))
+    got = formats.decode_e2m1_packed(packed)
+    assert torch.equal(got, want)
+    assert torch.equal(got.signbit(), want.signbit())
+
+
 # Weights -------------------------------------------------------------------------------------------------
 
 
