@@ -16,23 +16,22 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from deepinfer_ray.errors import ConfigError, DeepInferError
+from deepinfer_ray.errors import DeepInferError
 from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.fleet.cluster import Connection, connect
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
 from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank
 from deepinfer_ray.fleet.messages import RankReport, RankSpec
+from deepinfer_ray.fleet.options import FleetOptions, default_options, independent_grid
 from deepinfer_ray.fleet.placement import cluster_nodes
 from deepinfer_ray.fleet.router import Router
 from deepinfer_ray.fleet.suspects import RestartBudget
 from deepinfer_ray.fleet.topology import can_ever_hold, plan_placement, rank_bundle
-from deepinfer_ray.fleet.watch import Patience, Watch
-from deepinfer_ray.parallel.grid import RankGrid
+from deepinfer_ray.fleet.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +39,6 @@ COLLECT_WAIT_S = 2.0
 """Long poll of a rank without news; also the pulse of an idle fleet."""
 BUILD_POLL_S = 0.05
 """How often a gang that is coming up is looked at."""
-
-
-@dataclass(frozen=True)
-class FleetOptions:
-    """How ranks are run. None of these changes a result.
-
-    address: cluster to join; None = RAY_ADDRESS, else a new local one. cpus_per_rank: logical CPUs of a
-    bundle. gpus_per_rank: None = 1 when the device is `cuda`, or `auto` on a cluster with GPUs. num_threads:
-    torch threads of a rank; None = cpus_per_rank rounded down, at least 1. max_restarts: deaths without
-    progress.
-    """
-
-    address: str | None = None
-    cpus_per_rank: float = 1.0
-    gpus_per_rank: float | None = None
-    num_threads: int | None = None
-    max_restarts: int = 3
-    patience: Patience = field(default_factory=Patience)
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 class RayFleet:
@@ -157,6 +137,9 @@ class RayFleet:
             "restarts": self.restarts,
             "address": self._connection.address if self._connection else None,
             "local_cluster": bool(self._connection and self._connection.own),
+            "ray_files": str(self._connection.temp_dir)
+            if self._connection and self._connection.own
+            else None,
             "placement": self._gangs[0].placement.plan.describe() if self._gangs else None,
         }
 
@@ -401,28 +384,6 @@ class RayFleet:
                 }
             )
         return entries
-
-
-def independent_grid(engine_config: Any, dp: int) -> RankGrid:
-    """The grid of D ranks without collectives; `ConfigError` when the config asks for ranks that have some.
-
-    An automatic Engram size (0) means a table in every rank here.
-    """
-    parallel = getattr(engine_config, "parallel", None)
-    cp, ep, engram = (getattr(parallel, name, 1) for name in ("cp", "ep", "engram"))
-    grid = RankGrid.build(dp=dp, cp=cp, ep=ep, engram=engram or (1 if cp == ep == 1 else 0))
-    if not grid.independent:
-        raise ConfigError(
-            f"{grid}, but a fleet runs independent ranks: lcm(C, E, N) must be 1; "
-            "set parallel.cp = parallel.ep = parallel.engram = 1 and use --dp"
-        )
-    return grid
-
-
-def default_options(engine_config: Any) -> FleetOptions:
-    """Options that agree with the engine's: `parallel.step_timeout_s`."""
-    parallel = getattr(engine_config, "parallel", None)
-    return FleetOptions(patience=Patience(step=getattr(parallel, "step_timeout_s", Patience.step)))
 
 
 def describe_death(error: Exception) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 from deepinfer_ray.engine.request import Request, RequestResult
 from deepinfer_ray.fleet.backend import Backend, WorkItem
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
-from deepinfer_ray.fleet.fleet import FleetOptions, RayFleet
+from deepinfer_ray.fleet.fleet import RayFleet
+from deepinfer_ray.fleet.options import FleetOptions
 
 POLL_S = 1.0
 

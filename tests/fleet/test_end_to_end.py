@@ -12,7 +12,8 @@ import torch
 from deepinfer_ray.engine.llm import LLM
 from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.errors import CheckpointError
-from deepinfer_ray.fleet.fleet import FleetOptions, RayFleet
+from deepinfer_ray.fleet.fleet import RayFleet
+from deepinfer_ray.fleet.options import FleetOptions
 
 pytestmark = pytest.mark.ray
 

@@ -20,8 +20,10 @@ from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.engine.request import Request, SamplingParams
 from deepinfer_ray.errors import CheckpointError, ConfigError, PlacementError, RankFailure
 from deepinfer_ray.fleet.backend import Backend, WorkItem, WorkResult
-from deepinfer_ray.fleet.fleet import FleetOptions, RayFleet
+from deepinfer_ray.fleet.fleet import RayFleet
+from deepinfer_ray.fleet.gang import Gang
 from deepinfer_ray.fleet.generate import FleetGenerator
+from deepinfer_ray.fleet.options import FleetOptions
 from deepinfer_ray.fleet.placement import Placement
 from deepinfer_ray.fleet.topology import GPU_DOMAIN_LABEL, PlacementPlan
 from deepinfer_ray.fleet.watch import Patience
@@ -80,14 +82,14 @@ def test_two_ranks_give_every_row(cluster: Any, stub: ModuleType, tmp_path: Path
 
 
 def test_a_slow_rank_holds_no_rows(cluster: Any, stub: ModuleType) -> None:
-    """Rank 0 takes 300 ms a row and has room for 2; were rows dealt out, 20 of them would wait behind it."""
-    config = {"room": 2, "delay_s": {0: 0.3}}
+    """Rank 0 takes 500 ms a row and has room for 2; were rows dealt out, 20 of them would wait behind it."""
+    config = {"room": 2, "delay_s": {0: 0.5}}
     with fleet_of(stub, 2, config) as fleet:
         results = run(fleet, rows([stub.prompt(stub.SLOW, 10) for _ in range(40)]))
         by_rank = Counter(result.result.text for result in results.values())
         done = {rank["rank"]: rank["done"] for rank in fleet.status()["ranks"]}
     assert sum(done.values()) == 40
-    assert done[0] <= 6, f"the slow rank ran {done[0]} of 40 rows"
+    assert done[0] <= 8, f"the slow rank ran {done[0]} of 40 rows"
     assert sorted(by_rank.values()) == sorted(done.values())
 
 
@@ -203,6 +205,44 @@ def test_generator_keeps_input_order_over_several_calls(cluster: Any, stub: Modu
     ranks.close()
 
 
+def test_ctrl_c_while_ranks_come_up_leaves_nothing(
+    cluster: Any, stub: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half built: one gang has its actor, the other not even its bundle. The fixture looks for leftovers."""
+    advance, seen = Gang.advance, []
+
+    def interrupted(gang: Gang) -> bool:
+        seen.append(gang.stage)
+        if len(seen) > 2 and gang.index == 1:
+            raise KeyboardInterrupt
+        return advance(gang)
+
+    monkeypatch.setattr(Gang, "advance", interrupted)
+    fleet = fleet_of(stub, 2)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.start()
+    assert [gang.stage for gang in fleet._gangs] == ["ended", "ended"]
+
+
+def test_a_second_ctrl_c_still_leaves_nothing(
+    cluster: Any, stub: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, calls = Placement.remove, []
+
+    def interrupted(placement: Placement) -> bool:
+        calls.append(placement)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return remove(placement)
+
+    monkeypatch.setattr(Placement, "remove", interrupted)
+    fleet = fleet_of(stub, 2)
+    fleet.start()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.close()
+    assert [gang.stage for gang in fleet._gangs] == ["ended", "ended"]
+
+
 def test_fleet_states_are_checked(cluster: Any, stub: ModuleType) -> None:
     fleet = fleet_of(stub, 1)
     with pytest.raises(RuntimeError, match="not running; call start"):
@@ -239,7 +279,8 @@ DRIVER = """
     ray.cloudpickle.register_pickle_by_value(stub_engine)
     from deepinfer_ray.engine.request import SamplingParams
     from deepinfer_ray.fleet.backend import WorkItem
-    from deepinfer_ray.fleet.fleet import FleetOptions, RayFleet
+    from deepinfer_ray.fleet.fleet import RayFleet
+    from deepinfer_ray.fleet.options import FleetOptions
     fleet = RayFleet("m", None, 2, device="cpu", engine_factory=stub_engine.make,
                      options=FleetOptions(address={address!r}, cpus_per_rank=0.5))
     try:
@@ -248,7 +289,7 @@ DRIVER = """
             while not fleet.poll(1.0):
                 pass
             pids = [rank["pid"] for rank in fleet.status()["ranks"]]
-            print(*pids, fleet.status()["local_cluster"], flush=True)
+            print(*pids, fleet.status()["ray_files"], flush=True)
             while True:
                 fleet.poll(1.0)
     except KeyboardInterrupt:
@@ -257,7 +298,10 @@ DRIVER = """
 
 
 def interrupted_driver(address: str | None) -> tuple[list[int], str, int]:
-    """A driver in its own process group gets Ctrl-C while rows are in flight: rank pids, own?, exit code."""
+    """A driver in its own process group gets Ctrl-C while rows are in flight.
+
+    Rank pids, the directory of its own cluster or "None", exit code.
+    """
     code = textwrap.dedent(DRIVER).format(tests=str(Path(__file__).parent), address=address)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     driver = subprocess.Popen(
@@ -269,12 +313,19 @@ def interrupted_driver(address: str | None) -> tuple[list[int], str, int]:
     )
     try:
         assert driver.stdout is not None
-        *pids, own = driver.stdout.readline().split()
+        *pids, files = driver.stdout.readline().split()
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
-        return list(map(int, pids)), own, driver.wait(40)
+        return list(map(int, pids)), files, driver.wait(40)
     finally:
         if driver.poll() is None:
             os.killpg(driver.pid, signal.SIGKILL)
+
+
+def command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def alive(pid: int) -> bool:
@@ -286,8 +337,8 @@ def alive(pid: int) -> bool:
 
 def test_ctrl_c_leaves_nothing_on_a_foreign_cluster(cluster: Any) -> None:
     address = cluster.get_runtime_context().gcs_address
-    pids, own, code = interrupted_driver(address)
-    assert own == "False"
+    pids, files, code = interrupted_driver(address)
+    assert files == "None"
     assert code == 130
     deadline = time.monotonic() + 10
     while any(map(alive, pids)):
@@ -297,9 +348,10 @@ def test_ctrl_c_leaves_nothing_on_a_foreign_cluster(cluster: Any) -> None:
 
 
 def test_ctrl_c_ends_a_cluster_of_our_own() -> None:
-    before = set(Path("/tmp").glob("dray-*"))
-    pids, own, code = interrupted_driver(None)
-    assert own == "True"
+    pids, files, code = interrupted_driver(None)
     assert code == 130
     assert not any(map(alive, pids))
-    assert set(Path("/tmp").glob("dray-*")) == before, "the cluster's files are gone too"
+    assert Path(files).name.startswith("dray-")
+    assert not Path(files).exists(), "the cluster's files are gone too"
+    commands = [command_line(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    assert not [command for command in commands if files in command], "a process of the cluster lives on"
