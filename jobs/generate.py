@@ -1,6 +1,7 @@
 """`ray job submit … -- python jobs/generate.py --model … --input … --output …`.
 
-The same command as `deepinfer-ray generate`. Ray sets RAY_ADDRESS for a submitted job, so the ranks run on that cluster.
+The same command as `deepinfer-ray generate`. Ray sets RAY_ADDRESS for a submitted job, so the ranks run on
+that cluster.
 """
 
 import sys

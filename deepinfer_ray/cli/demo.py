@@ -16,6 +16,7 @@ from deepinfer_ray import __version__
 from deepinfer_ray.cli.generate import run_generate
 
 RANKS = 2
+SMALL_PARTS = "job.rows_per_part=16"
 SHOWN_ROWS = 3
 SHOWN_CHARACTERS = 60
 
@@ -51,7 +52,9 @@ def demo(
         "--max-num-seqs": 16,
         "--allow-changed": True,  # a newer version may make another model; the demo goes on all the same
     }
-    run_generate(flags, files=config or (), sets=set_ or (), before_summary=lambda: show(output))
+    run_generate(
+        flags, files=config or (), sets=[SMALL_PARTS, *(set_ or ())], before_summary=lambda: show(output)
+    )
 
 
 def demo_checkpoint() -> Path:
@@ -82,7 +85,7 @@ def show(output: Path) -> None:
     import pyarrow.parquet as pq
 
     parts = sorted(output.glob("part-*.parquet"))
-    typer.echo(f"{len(parts)} Parquet parts in {output.resolve()}:")
+    typer.echo(f"Parquet parts in {output.resolve()}:")
     for part in parts:
         typer.echo(f"  {part.name}")
     rows: list[dict[str, Any]] = []

@@ -7,7 +7,6 @@ command line looks like. Everything that can be refused is refused before a back
 from __future__ import annotations
 
 import datetime
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from deepinfer_ray.chat.text import TextEncoder
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
-from deepinfer_ray.errors import CheckpointError, ConfigError, DeepInferError
+from deepinfer_ray.engine.defaults import GenerationDefaults
+from deepinfer_ray.errors import ConfigError, DeepInferError
 from deepinfer_ray.fleet.backend import Backend
 from deepinfer_ray.job.encode import Columns, Encoder, RowRules
 from deepinfer_ray.job.feeder import Feeder
@@ -85,10 +85,12 @@ def generate(config: RunConfig, make_backend: BackendFactory, say: Say, signals:
     store.make()
     lease = Lease(store)
     lease.acquire()
+    ledger = Ledger(store)
     try:
-        return _run_leased(prepared, config, store, lease, make_backend, say, signals)
+        return _run_leased(prepared, ledger, lease, make_backend, say, signals)
     finally:
         lease.release()
+        ledger.close()
 
 
 def prepare(config: RunConfig, say: Say) -> Prepared:
@@ -168,19 +170,11 @@ def _sampling(job: JobConfig, model_dir: Path, say: Say) -> dict[str, Any]:
     }
     if own.stop:
         sampling["stop"] = list(own.stop)
-    path = model_dir / "generation_config.json"
-    if path.is_file():
-        try:
-            defaults = json.loads(path.read_text(encoding="utf-8"))
-            found = {
-                name: defaults[name] for name in ("temperature", "top_p") if defaults.get(name) is not None
-            }
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-        for name, value in found.items():
-            if name not in sampling:
-                sampling[name] = value
-                say(f"{name} {value} from {path.name} of the model")
+    defaults, plain = GenerationDefaults.load(model_dir), GenerationDefaults()
+    for name in ("temperature", "top_p"):
+        if name not in sampling and (value := getattr(defaults, name)) != getattr(plain, name):
+            sampling[name] = value
+            say(f"{name} {value} (generation_config.json of the model)")
     if own.max_tokens is None:
         say(f"max_tokens {PROMPT_MAX_TOKENS} a row (the default; --max-tokens changes it)")
     sampling["max_tokens"] = own.max_tokens or PROMPT_MAX_TOKENS
@@ -207,38 +201,34 @@ def _settings(prepared: Prepared) -> dict[str, Any]:
 
 def _run_leased(
     prepared: Prepared,
-    config: RunConfig,
-    store: Store,
+    ledger: Ledger,
     lease: Lease,
     make_backend: BackendFactory,
     say: Say,
     signals: StopSignals,
 ) -> Outcome:
-    job, ledger = prepared.job, Ledger(store)
     stored = ledger.stored_manifest()
     plan = prepared.plan
     if stored is not None:
         plan = plan.with_rows_per_part(planned_rows_per_part(stored))
     if prepared.columns.id is not None and not _ids_checked(stored, plan, prepared.columns.id):
         check_ids(plan, prepared.columns.id)
+    config = {**prepared.engine.model_dump(mode="json"), "job": prepared.job.model_dump(mode="json")}
     manifest = build_manifest(
         version=__version__,
         plan=plan,
         settings=_settings(prepared),
-        config=config.model_dump(mode="json"),
+        config=config,
         model=model_fingerprint(prepared.model_dir),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    for change in ledger.open_manifest(manifest, job.allow_changed):
+    for change in ledger.open_manifest(manifest, prepared.job.allow_changed):
         say(f"changed since the output was begun, by your leave: {change}")
-    ledger.write_json(CONFIG, config.model_dump(mode="json"))
+    ledger.write_json(CONFIG, config)
+    say(f"the whole configuration is in {ledger.store.path(CONFIG)}")
     if ledger.removed_temporary:
         say(f"removed {ledger.removed_temporary} half-written files of an earlier run")
-    run = _Run(prepared, plan, ledger, lease, manifest, say, signals)
-    try:
-        return run.run(make_backend)
-    finally:
-        ledger.close()
+    return _Run(prepared, plan, ledger, lease, manifest, say, signals).run(make_backend)
 
 
 def _ids_checked(stored: Mapping[str, Any] | None, plan: InputPlan, column: str) -> bool:
@@ -272,6 +262,7 @@ class _Run:
         self._say = say
         self._signals = signals
         self._started = time.monotonic()
+        self._stopped_at_once = False
         done = ledger.done(plan)
         for name in ledger.foreign:
             say(f"{name} in the output is no part of this job and is left alone")
@@ -295,7 +286,7 @@ class _Run:
         if not self.rows_left:
             if not self._before.rows:
                 self._say("the input has no rows: 0 rows left")
-            return self._end(Counts(), 0, 0)
+            return self._end(Counts(), 0)
         prepared = self._prepared
         text = None
         if prepared.columns.prompt is not None:
@@ -303,13 +294,15 @@ class _Run:
             text = TextEncoder.load(tokenizer, bos_id=prepared.model.bos_token_id)
         encoder = Encoder(prepared.columns, prepared.rules, text)
         backend = make_backend(prepared.engine, prepared.model)
+        ranks = prepared.engine.parallel.world
+        self._say(f"starting {ranks} rank{'s' if ranks > 1 else ''} for {self.rows_left:,} rows")
         graceful = False
         try:
             backend.start()
             self._signals.arm()
             runner = self._runner(encoder, backend)
-            outcome = self._loop(runner, backend)
-            graceful = outcome.error is None
+            outcome = self._loop(runner)
+            graceful = outcome.error is None and not self._stopped_at_once
             return outcome
         finally:
             backend.close(graceful)
@@ -332,13 +325,13 @@ class _Run:
             kept=self._kept,
         )
 
-    def _loop(self, runner: Runner, backend: Backend) -> Outcome:
+    def _loop(self, runner: Runner) -> Outcome:
         error: DeepInferError | None = None
         exit_code = 0
         try:
             ending = runner.run()
         except StopNow as stop:
-            exit_code = stop.exit_code
+            exit_code, self._stopped_at_once = stop.exit_code, True
         except DeepInferError as failure:
             if failure.exit_code not in (3, 4, 5):
                 raise
@@ -348,10 +341,15 @@ class _Run:
                 exit_code = 128 + (self._signals.requested or 0)
         finally:
             self._progress.close()
-        return self._end(runner.counts, exit_code, int(backend.status().get("restarts", 0)), error)
+        return self._end(runner.counts, exit_code, runner.parts, runner.restarts, error)
 
     def _end(
-        self, run: Counts, exit_code: int, restarts: int, error: DeepInferError | None = None
+        self,
+        run: Counts,
+        exit_code: int,
+        parts: int = 0,
+        restarts: int = 0,
+        error: DeepInferError | None = None,
     ) -> Outcome:
         total = Counts()
         total.add(self._before)
@@ -362,7 +360,7 @@ class _Run:
             run=run,
             seconds=time.monotonic() - self._started,
             restarts=restarts,
-            parts=len(self._ledger.done(self._plan)) if exit_code != 5 else 0,
+            parts=len(self._done) + parts,
             resumed_rows=self._before.rows,
             rows_left=left,
             output=str(self._prepared.job.output),

@@ -101,7 +101,7 @@ class Ledger:
         return there & known
 
     def counts(self, names: set[str]) -> dict[str, Counts]:
-        """Counts of committed parts by name, from their footers. Raises `OutputError` for an unreadable one."""
+        """Counts of committed parts by name, from their footers. Raises `OutputError`."""
         with ThreadPoolExecutor(_READ_THREADS) as pool:
             ordered = sorted(names)
             return dict(zip(ordered, pool.map(self._part_counts, ordered), strict=True))

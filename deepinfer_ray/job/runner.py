@@ -30,6 +30,9 @@ POLL_S = 0.1
 HUNGRY_POLL_S = 0.01
 """How long to wait for results: with enough rows under way, and when the feeder is behind."""
 
+STATUS_S = 1.0
+"""How often the backend is asked how it is."""
+
 MAX_COMMITS_WAITING = 4
 MIN_ROWS_FOR_RATE = 100
 """Rows that must have ended before their error rate can stop a job; the end of a job always checks it."""
@@ -56,7 +59,7 @@ class OpenPart:
 
 
 class Runner:
-    """Runs the rows that `feeder` gives. After `run`, `counts` are those of the parts it committed.
+    """Runs the rows that `feeder` gives. After `run`: `counts` of the `parts` it committed.
 
     kept: rows of a part that an earlier run finished and that are not to be run again (`--retry-errors`).
     before: counts of the parts that were committed earlier, for the error rate.
@@ -79,6 +82,8 @@ class Runner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
+        self.parts = 0
+        self.restarts = 0
         self._feeder = feeder
         self._backend = backend
         self._writer = writer
@@ -94,6 +99,7 @@ class Runner:
         self._open: dict[str, OpenPart] = {}
         self._under_way: dict[int, tuple[OpenPart, RowOutcome, int]] = {}  # by key: …, completion index
         self._next_key = 0
+        self._asked = clock()
         self._ending: Ending | None = None
         self._ended = Counts()  # rows whose result is known, committed or not
         self._commits: deque[tuple[OpenPart, Future[Counts]]] = deque()
@@ -197,6 +203,7 @@ class Runner:
         while self._commits and (block or self._commits[0][1].done()):
             open_part, future = self._commits.popleft()
             self.counts.add(future.result())
+            self.parts += 1
             self._feeder.hold(-open_part.bytes)
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -235,6 +242,10 @@ class Runner:
         )
 
     def _show(self, *, force: bool = False) -> None:
+        now = self._clock()
+        if force or now - self._asked >= STATUS_S:
+            self._asked = now
+            self.restarts = int(self._backend.status().get("restarts", 0))
         ended = self._ended
         self._progress.update(
             ended.rows, ended.errors, ended.prompt_tokens + ended.completion_tokens, force=force

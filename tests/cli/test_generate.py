@@ -122,22 +122,10 @@ def test_a_bug_shows_its_traceback_and_exits_1(tmp_path):
 
 
 def test_precedence_of_sources(rows, tmp_path, monkeypatch):
-    seen = run_with_stub(
-        monkeypatch,
-        [
-            "--input",
-            str(rows),
-            "--output",
-            str(tmp_path / "out"),
-            "--model",
-            str(TINY),
-            "--token-ids-column",
-            "prompt",
-        ]
-        + ["--config", str(yaml_file(tmp_path)), "--set", "scheduler.max_seqs=5", "--seed", "4"],
-        DEEPINFER_RAY__JOB__SAMPLING__SEED="3",
-        DEEPINFER_RAY__JOB__SAMPLING__N="2",
-    )
+    words = f"--input {rows} --output {tmp_path / 'out'} --model {TINY} --token-ids-column prompt"
+    words += f" --config {yaml_file(tmp_path)} --set scheduler.max_seqs=5 --seed 4"
+    environment = {"DEEPINFER_RAY__JOB__SAMPLING__SEED": "3", "DEEPINFER_RAY__JOB__SAMPLING__N": "2"}
+    seen = run_with_stub(monkeypatch, words.split(), **environment)
     sampling = seen["config"].job.sampling
     assert (sampling.seed, sampling.n, sampling.max_tokens) == (4, 2, 7)
     assert seen["config"].scheduler.max_seqs == 5

@@ -1,4 +1,4 @@
-"""A driver process for tests: `generate` with the stub backend. argv: stub options as JSON, then flags as JSON."""
+"""A driver process for tests: `generate` with the stub backend. argv, as JSON: stub options, flags, --set."""
 
 import json
 import sys

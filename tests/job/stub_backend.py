@@ -15,8 +15,8 @@ from deepinfer_ray.fleet.backend import WorkResult
 class StubBackend:
     """Completion = the prompt's ids reversed and cut to max_tokens; each row is ready after its own delay.
 
-    capacity: rows under way. delay_s: of the slowest row. die_after: results until `RankFailure`. twice: every
-    result is given a second time. fail: code for rows whose prompt has a length divisible by 7.
+    capacity: rows under way. delay_s: of the slowest row. die_after: results until `RankFailure`. twice: give
+    every result a second time. fail: code for rows whose prompt has a length divisible by 7.
     """
 
     def __init__(self, capacity=64, delay_s=0.0, die_after=None, twice=False, fail=None, on_poll=None):

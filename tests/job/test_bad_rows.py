@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from engine_backend import EngineBackend
 
+from deepinfer_ray.config.engine import EngineConfig
+
+TINY = Path(__file__).parents[1] / "data/golden/tinyB"
 ROW_LIMIT = 4096
 CONTEXT = 200
 
@@ -236,3 +241,41 @@ def test_truncate_left_keeps_the_newest_tokens(job, write_rows, read_output, tmp
     (row,) = read_output(tmp_path / "out")
     assert row["prompt_tokens"] == 31  # the context but for max_tokens
     assert row["token_ids"] == kept[::-1][:10]
+
+
+def test_the_same_kinds_through_the_real_engine(job, write_rows, read_output, tmp_path):
+    """Greedy rows of a tiny model beside all kinds of bad ones; good rows do not feel them."""
+    good = [f"[{5 + row}, {9 + row}, 7]" for row in range(120)]
+    greedy = '{"temperature": 0}'
+    bad = [
+        (value, parameters or greedy)
+        for kind, (value, parameters, *_) in IDS_KINDS.items()
+        if kind != "invalid UTF-8"
+    ]
+    mixed = [(value, greedy) for value in good]
+    for place, row in enumerate(bad):
+        mixed.insert(place * 12, row)
+    options = {
+        "token_ids_column": "ids",
+        "sampling_column": "s",
+        "max_model_len": CONTEXT,
+        "max_tokens": 3,
+        "model": str(TINY),
+        "sets": [f"job.max_row_bytes={ROW_LIMIT}", "job.rows_per_part=50"],
+    }
+    for name, rows in {"mixed": mixed, "good": [(value, greedy) for value in good]}.items():
+        table = {"ids": [value for value, _ in rows], "s": [parameters for _, parameters in rows]}
+        path = write_rows(tmp_path / f"{name}.parquet", table)
+        backend = EngineBackend(
+            TINY, EngineConfig().with_values(scheduler={"max_model_len": CONTEXT, "max_seqs": 32})
+        )
+        outcome = job(input=path, output=str(tmp_path / name), stub=backend, **options)
+        assert outcome.exit_code == 0
+    alone = {row["ids"]: row["token_ids"] for row in read_output(tmp_path / "good")}
+    beside = read_output(tmp_path / "mixed")
+    assert Counter(row["error_code"] for row in beside if row["error_code"]) == Counter(
+        code for kind, (_, _, code, _) in IDS_KINDS.items() if kind != "invalid UTF-8"
+    )
+    assert {row["ids"]: row["token_ids"] for row in beside if row["error_code"] is None} == alone
+    assert all(len(ids) in (1, 2, 3) for ids in alone.values())
+    assert len(set(map(tuple, alone.values()))) > 10
