@@ -15,7 +15,7 @@ Preset = Literal["tiny", "tiny-gpu", "slice"]
 PRESETS: tuple[Preset, ...] = ("tiny", "tiny-gpu", "slice")
 
 SLICE_LAYERS, SLICE_EXPERTS, SLICE_ENGRAM_ROWS = 6, 32, 1_000_000
-"""Cuts of `slice` when none are given: 10.6 GB."""
+"""Cuts of `slice` when none are given: 10.5 GB."""
 
 QUANTIZATION = {
     "quant_method": "fp8",
@@ -210,7 +210,7 @@ def preset_config(
     preset: Preset, layers: int | None = None, experts: int | None = None, engram_rows: int | None = None
 ) -> dict[str, Any]:
     """`config.json` of a preset, cut to `layers` backbone layers, `experts` routed experts a layer and
-    about `engram_rows` rows a table. None keeps the preset's own number; `slice` has its own cuts.
+    at most `engram_rows` rows a table. None keeps the preset's own number; `slice` has its own cuts.
     `ConfigError` if a cut cannot be made."""
     builders = {"tiny": _tiny, "tiny-gpu": _tiny_gpu, "slice": _slice}
     if preset not in builders:
@@ -268,10 +268,19 @@ def _cut_experts(text: dict[str, Any], experts: int) -> None:
 
 
 def _cut_engram(text: dict[str, Any], rows: int) -> None:
-    """Rows follow from the primes above `engram_vocab_size`, so the wanted number is met from above."""
-    columns = (text["engram_max_ngram_size"] - 1) * text["engram_n_heads"]
-    if rows < 2 * columns:
+    """The largest `engram_vocab_size`, where the search for primes starts, whose tables have at most `rows`."""
+    tables, heads = len(text["engram_layer_ids"]), text["engram_n_heads"]
+    orders = text["engram_max_ngram_size"] - 1
+
+    def largest(start: int) -> int:
+        return max(sum(map(sum, layer)) for layer in engram_primes(start, tables, orders, heads))
+
+    if largest(2) > rows:
         raise ConfigError(
-            f"--engram-rows {rows}: at least {2 * columns} are needed, two for each of {columns} columns"
+            f"--engram-rows {rows}: at least {largest(2)} are needed, one prime for each column"
         )
-    text["engram_vocab_size"] = rows // columns
+    low, high = 2, max(3, rows)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if largest(middle) <= rows else (low, middle)
+    text["engram_vocab_size"] = low

@@ -27,7 +27,8 @@ def load(**sources: Any) -> RunConfig:
 def test_precedence_is_flags_then_set_then_environment_then_yaml_then_default(tmp_path: Path) -> None:
     low, high = tmp_path / "low.yaml", tmp_path / "high.yaml"
     low.write_text(
-        "scheduler: {max_seqs: 2, prefill_all_interval: 2, min_chunk_tokens: 2}\ncache: {graph_reserve_bytes: 2}\n"
+        "scheduler: {max_seqs: 2, prefill_all_interval: 2, min_chunk_tokens: 2}\n"
+        "cache: {graph_reserve_bytes: 2}\n"
     )
     high.write_text("scheduler:\n  max_seqs: 3\n")
     environ = {
@@ -58,8 +59,8 @@ def test_interface_flags_are_all_mapped() -> None:
         "--model --input --output --prompt-column --messages-column --token-ids-column --id-column "
         "--sampling-column --schema-column --tools-column --image-column --max-tokens --temperature --top-p "
         "--top-k --min-p --seed --n --stop --num-drafts --dp --cp --ep --engram --max-gangs --max-model-len "
-        "--max-num-seqs --max-num-batched-tokens --numerics --device --max-error-rate --allow-changed --limit "
-        "--deadline --on-too-long --retry-errors --output-prefix"
+        "--max-num-seqs --max-num-batched-tokens --numerics --device --max-error-rate --allow-changed "
+        "--limit --deadline --on-too-long --retry-errors --output-prefix"
     )
     assert set(flags.split()) == set(FLAGS)
 
