@@ -74,7 +74,7 @@ class JobConfig(Section):
     part_bytes: int = Field(64 << 20, ge=1)
     """Uncompressed input bytes of a part at most (one row at least): wide rows go into smaller parts."""
     max_row_bytes: int = Field(16 << 20, ge=1)
-    """A longer prompt (bytes of its text or ids) is an error row, `prompt_too_long`, without being tokenized."""
+    """A longer prompt (bytes of its text or ids) is an error row, `prompt_too_long`, and not tokenized."""
     max_open_bytes: int = Field(1 << 30, ge=1)
     """Input bytes of parts that are open at a time; more is not read ahead."""
     max_gangs: int | None = Field(None, ge=1)

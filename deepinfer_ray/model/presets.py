@@ -268,7 +268,7 @@ def _cut_experts(text: dict[str, Any], experts: int) -> None:
 
 
 def _cut_engram(text: dict[str, Any], rows: int) -> None:
-    """The largest `engram_vocab_size`, where the search for primes starts, whose tables have at most `rows`."""
+    """The largest `engram_vocab_size` (start of the prime search) whose tables have at most `rows`."""
     tables, heads = len(text["engram_layer_ids"]), text["engram_n_heads"]
     orders = text["engram_max_ngram_size"] - 1
 
