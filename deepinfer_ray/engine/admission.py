@@ -294,11 +294,12 @@ def materialise(
 def wants_prefill(state: SchedulerState) -> bool:
     """Whether this rank would start a prompt step: below the watermark and the head of the queue is ready.
 
-    With nothing to decode there is nothing that the watermark would protect (idle fast path only).
+    With nothing to decode there is nothing that the watermark would protect: half prefilled sequences that
+    hold more than its share would otherwise never go on.
     """
     head = state.waiting_head()
     if head is None or not head.schedulable:
         return False
     if state.blocks.used_fraction <= PREFILL_WATERMARK:
         return True
-    return state.settings.idle_fast_path and not state.num_decodable() and not state.prompted
+    return not state.num_decodable() and not state.prompted

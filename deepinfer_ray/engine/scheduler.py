@@ -31,6 +31,10 @@ Defects of spec/engine.md §15 and where they are fixed
     D17 endless self-preemption  `preemption.MAX_SELF_PREEMPTIONS`, `SchedulerSettings.require_headroom`
     D18 uninitialised memory     not the scheduler's: the pools are zeroed at allocation
     D19 lazy environment         `SchedulerSettings` is explicit and frozen
+Beyond that list, found by the random tests
+    the watermark stopped half prefilled sequences for good once nothing ran      `admission.wants_prefill`
+    a queue whose head waits for blocks that the queue itself holds stood still   `admission._relieve`
+    forks whose source moved on would have cloned rings that no longer fit        `state.fork_fits`
 """
 
 from __future__ import annotations
