@@ -121,8 +121,6 @@ class StepMetadata:
     # Decode only.
     block_tables: torch.Tensor | None = None
     """[T, B] block ids of the row's sequence, 0 padded."""
-    seq_rows_closing: dict[int, torch.Tensor] = field(default_factory=dict)
-    """ratio -> [E'] rows that close a group (decode; every row for ratio 1); the plans' `closing`."""
     max_klen: dict[int, int] = field(default_factory=dict)
     """ratio -> the largest klen of the step, known on the host (no device read is needed to size buffers)."""
 
@@ -424,7 +422,7 @@ def build_decode(
         column = torch.arange(window, device=device)
         meta.swa_keys.masked_fill_(column >= length_T.unsqueeze(1), -1)
     for ratio in ratios:
-        plan = RatioPlan(
+        meta.ratios[ratio] = RatioPlan(
             ratio,
             entry_positions=next(tensors),
             entry_slots=next(tensors),
@@ -432,8 +430,5 @@ def build_decode(
             entry_ring=next(tensors),
             closing=next(tensors),
         )
-        meta.ratios[ratio] = plan
         meta.max_klen[ratio] = longest // ratio
-        assert plan.closing is not None
-        meta.seq_rows_closing[ratio] = plan.closing
     return meta

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer_ray.cache import quant
+from deepinfer_ray.cache.checks import check_layout
 from deepinfer_ray.cache.layout import CacheLayout, RecordFormat
 from deepinfer_ray.errors import ConfigError
 
@@ -82,6 +83,7 @@ class CachePools:
                 f"a cache of {num_blocks} blocks and {num_slots} slots holds no sequence: block 0 and slot 0 "
                 "are padding, so at least 2 of each are needed"
             )
+        check_layout(layout)
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_slots = num_slots

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from deepinfer_ray.cache.checks import StepLimits
 from deepinfer_ray.cache.metadata import StepMetadata, build_decode, build_prefill
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.config.hf import ModelConfig
@@ -122,6 +123,14 @@ class StepLoop:
         self._placeholders = placeholders
         text, topology = model.config.text, model.config.topology
         self._ratios = topology.ratios
+        self._limits = StepLimits(
+            pools.layout,
+            topology.ratios,
+            pools.num_blocks,
+            pools.num_slots,
+            self.table.max_blocks,
+            getattr(model, "max_positions", text.max_position_embeddings),
+        )
         pad = int(self.table.compress_ids(np.asarray([text.engram_pad_token_id]))[0])
         self._reader = HistoryReader(self.table, text.engram_max_ngram_size if text.has_engram else 0, pad)
         self._blacklist = None if blacklist is None or not len(blacklist) else self._upload(blacklist)
@@ -216,6 +225,15 @@ class StepLoop:
         else:  # the device fills them in below
             ids_T = np.zeros(len(rows.positions), np.int64)
             ngrams_TG = np.zeros((len(rows.positions), self._reader.order), np.int64)
+        tables = self.table.block_table[plan.rows]
+        self._limits.check(
+            is_prefill=plan.is_prompt,
+            q=plan.q,
+            k=plan.k,
+            state_ids=plan.rows,
+            block_tables=tables,
+            num_blocks_of=self.table.n_blocks[plan.rows],
+        )
         build = build_prefill if plan.is_prompt else build_decode
         meta = build(
             self.pools.layout,
@@ -223,7 +241,7 @@ class StepLoop:
             q=plan.q,
             k=plan.k,
             state_ids=plan.rows,
-            block_tables=self.table.block_table[plan.rows],
+            block_tables=tables,
             input_ids=ids_T,
             ngram_ids=ngrams_TG,
             device=self.device,

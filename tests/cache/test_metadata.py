@@ -147,7 +147,7 @@ def test_decode_rows_of_a_verification(flash_layout: CacheLayout):
     assert two.entry_positions.tolist() == [126, 0, 128, 0]
     assert two.entry_slots.tolist() == [9 * 64 + 63, -1, 3 * 64, -1]
     assert two.entry_ring.tolist() == [[35, 36], [-1, -1], [42 + 128 % 7, 42 + 129 % 7], [-1, -1]]
-    assert two.closing is meta.seq_rows_closing[2]
+    assert two.closing is not None
     assert two.closing.tolist() == [0, 2]
     assert two.klen.tolist() == [64, 64, 65, 65]
     one = meta.ratios[1]
