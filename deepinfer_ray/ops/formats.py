@@ -31,7 +31,26 @@ KV_FLOOR = 6.0 * 2.0**-9
 
 WEIGHT_BLOCK = 32
 
+
+
+def _f32(value: float) -> torch.Tensor:
+    """A constant operand: converting a Python number on every call costs more than the operation itself."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _i32(value: int) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int32)
+
+
 _ONE_SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
+_FP8_MAX_0, _FP8_FLOOR_0 = _f32(FP8_MAX), _f32(FP8_FLOOR)
+_INDEX_FLOOR_0, _ONE_SIXTH_0 = _f32(INDEX_FLOOR), _f32(_ONE_SIXTH)
+_INFINITY_BITS = 0x7F800000
+_EXPONENT_BITS, _MANTISSA_BITS = _i32(0x7F800000), _i32(0x007FFFFF)
+_TWO_120, _E4M3_SHIFT = _f32(2.0**120), _i32(1 << 20)
+# Adding and subtracting 1.5 · 2^23 · quantum rounds to the nearest multiple of the quantum, ties to even. The
+# quantum is a fixed fraction of the power of two below |x|, down to a least one: a fraction of the scale.
+_E4M3_MAGIC, _E4M3_LEAST, _E2M1_MAGIC = _f32(1.5 * 2.0**20), _f32(1.5 * 2.0**14), _f32(1.5 * 2.0**22)
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # (midpoint above code c, does the midpoint itself round up to c+1): ties go to the even code.
 _E2M1_MIDPOINTS = (
@@ -43,8 +62,8 @@ _E2M1_MIDPOINTS = (
     (3.5, True),
     (5.0, False),
 )
-_E4M3_BITS = -0x78000001
-"""Keeps the sign and the seven value bits of an int8 shifted left by 20 (sign extension fills the rest)."""
+_E4M3_BITS = torch.tensor(-0x78000001, dtype=torch.int32)
+"""Keeps the sign and the seven value bits of an int8 times 2^20 (sign extension fills the rest)."""
 _MAGIC_HALF = 1.5 * 2.0**22
 """Adding and subtracting this rounds a float32 below 2 to the nearest multiple of 0.5, ties to even."""
 
@@ -132,7 +151,7 @@ def _groups(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def bf16_round(x: torch.Tensor) -> torch.Tensor:
     """float32 of the same shape, each value rounded to the nearest bf16 (ties to even)."""
-    return x.to(torch.bfloat16).to(torch.float32)
+    return x.bfloat16().float()
 
 
 def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
@@ -219,12 +238,31 @@ def _pow2(byte: torch.Tensor) -> torch.Tensor:
 # FP8 groups (Q8): activations, window records, Engram rows ------------------------------------------------
 
 
+def _pow2ceil_(s: torch.Tensor) -> torch.Tensor:
+    """`pow2ceil_byte` as the power of two itself, in place: float32 2^e >= s."""
+    return s.view(torch.int32).add_(_MANTISSA_BITS).bitwise_and_(_EXPONENT_BITS).view(torch.float32)
+
+
+def _pow2floor(x: torch.Tensor) -> torch.Tensor:
+    """float32 power of two at or below |x|; 0 for zeros and subnormal numbers."""
+    return x.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+
+
+def _fp8_scales(grouped: torch.Tensor) -> torch.Tensor:
+    """float32 [..., n/group, 1] scales of FP8 groups; infinite where a group holds NaN or infinity."""
+    amax = torch.maximum(grouped.abs().amax(-1, True), _FP8_FLOOR_0).div_(_FP8_MAX_0)
+    amax.view(torch.int32).clamp_max_(_INFINITY_BITS)
+    return _pow2ceil_(amax)
+
+
 def quantize_fp8_groups(x: torch.Tensor, group: int = FP8_GROUP) -> tuple[torch.Tensor, torch.Tensor]:
     """Q8 (attention spec §9.1): float32 [..., n] → e4m3 codes [..., n], ue8m0 bytes [..., n/group], uint8."""
     grouped = _groups(x.detach(), group)
-    byte = pow2ceil_byte(grouped.abs().amax(-1).clamp_min_(FP8_FLOOR).div_(FP8_MAX))
-    codes = encode_e4m3(grouped * _pow2_inverse(byte).unsqueeze(-1))
-    return codes.view(x.shape), byte.to(torch.uint8)
+    scales = _fp8_scales(grouped)
+    # |x / scale| <= 448 by construction: no clamp needed.
+    codes = (grouped / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+    exponents = scales.view(torch.int32).bitwise_right_shift(23).to(torch.uint8)
+    return codes.view(x.shape), exponents.squeeze(-1)
 
 
 def dequant_fp8_groups(codes: torch.Tensor, scales: torch.Tensor, group: int = FP8_GROUP) -> torch.Tensor:
@@ -234,18 +272,20 @@ def dequant_fp8_groups(codes: torch.Tensor, scales: torch.Tensor, group: int = F
     (no quantizer writes one) reads as 480.
     """
     # Twice as fast as the table: the code's exponent and mantissa moved into a float32, 2^120 too small.
-    bits = as_bytes(codes).view(torch.int8).to(torch.int32).bitwise_left_shift_(20).bitwise_and_(_E4M3_BITS)
-    values = _groups(bits.view(torch.float32).mul_(2.0**120), group)
+    bits = as_bytes(codes).view(torch.int8).int().mul_(_E4M3_SHIFT).bitwise_and_(_E4M3_BITS)
+    values = _groups(bits.view(torch.float32).mul_(_TWO_120), group)
     return values.mul_(decode_ue8m0(scales).unsqueeze(-1)).view(codes.shape)
 
 
 def fake_quant_fp8(x: torch.Tensor, group: int = FP8_GROUP) -> torch.Tensor:
-    """float32 [..., n]: `dequant_fp8_groups(*quantize_fp8_groups(x))` without the bytes in between."""
+    """float32 [..., n]: `dequant_fp8_groups(*quantize_fp8_groups(x))` without the bytes in between.
+
+    The sign of a zero is not kept.
+    """
     grouped = _groups(x.detach(), group)
-    byte = pow2ceil_byte(grouped.abs().amax(-1).clamp_min_(FP8_FLOOR).div_(FP8_MAX)).unsqueeze(-1)
-    # |x * 2^-e| <= 448 by construction: no clamp needed.
-    codes = (grouped * _pow2_inverse(byte)).to(torch.float8_e4m3fn)
-    return _straight_through(x, decode_e4m3(codes).mul_(_pow2(byte)).view(x.shape))
+    least = _fp8_scales(grouped).mul_(_E4M3_LEAST)
+    magic = torch.maximum(_pow2floor(grouped).mul_(_E4M3_MAGIC), least)
+    return _straight_through(x, (grouped + magic).sub_(magic).view(x.shape))
 
 
 # FP4 with ue8m0 scales (Q4i): index keys and queries, expert weights --------------------------------------
@@ -272,8 +312,10 @@ def dequant_index(packed: torch.Tensor, scales: torch.Tensor, group: int = INDEX
 def fake_quant_index(x: torch.Tensor, group: int = INDEX_GROUP) -> torch.Tensor:
     """float32 [..., n]: `dequant_index(*quantize_index(x))` without the bytes in between."""
     grouped = _groups(x.detach(), group)
-    byte = _index_exponents(grouped).unsqueeze(-1)
-    return _straight_through(x, round_e2m1(grouped * _pow2_inverse(byte)).mul_(_pow2(byte)).view(x.shape))
+    amax = grouped.abs().amax(-1, True)
+    scales = _pow2ceil_(torch.maximum(amax, _INDEX_FLOOR_0).mul_(_ONE_SIXTH_0))
+    magic = torch.maximum(_pow2floor(grouped), scales).mul_(_E2M1_MAGIC)
+    return _straight_through(x, (grouped + magic).sub_(magic).view(x.shape))
 
 
 # FP4 with e4m3 scales (Q4k): compressed KV records --------------------------------------------------------
