@@ -49,11 +49,33 @@ class HistoryReader:
 
     def tokens(self, plan: StepPlan, rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
         """input ids int32 [T] and n-gram windows int32 [T, G] of a step whose tokens the host knows."""
-        owner_T = plan.rows[rows.seq_of_row]
-        ids_T = self._read(self.table.tokens, self.table.draft, owner_T, rows.positions)
-        places_TG = rows.positions[:, None] - np.arange(self.order)
-        windows_TG = self._read_compressed(owner_T[:, None], places_TG)
-        return ids_T, block_after_gap(windows_TG, self.pad)
+        if plan.is_prompt:
+            owner_T = plan.rows[rows.seq_of_row]
+            places_TG = rows.positions[:, None] - np.arange(self.order)
+            windows_TG = self._compressed(owner_T[:, None], places_TG)
+            return self.table.tokens[owner_T, rows.positions], block_after_gap(windows_TG, self.pad)
+        return self._decode_tokens(plan, rows)
+
+    def _decode_tokens(self, plan: StepPlan, rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
+        """The last committed token of each sequence, then its drafts; windows slide over one strip of ids a
+        sequence: G-1 before that token, the token, N drafts."""
+        table, order = self.table, self.order
+        last_n = table.len[plan.rows].astype(np.int64) - 1
+        drafts_nN = table.draft[plan.rows]
+        ids_nC = np.concatenate([table.tokens[plan.rows, last_n][:, None], drafts_nN], axis=1)
+        places_nG = last_n[:, None] + np.arange(1 - order, 1)
+        strip_nS = np.concatenate(
+            [self._compressed(plan.rows[:, None], places_nG), table.compress_ids(drafts_nN)], axis=1
+        )
+        if len(rows.positions) == ids_nC.size:  # every sequence brings all its drafts
+            ids_T = ids_nC.reshape(-1)
+            windows_TG = _slide(strip_nS, order)
+        else:
+            ids_T = ids_nC[rows.seq_of_row, rows.row_in_seq]
+            column_TG = rows.row_in_seq[:, None] + np.arange(order - 1, -1, -1)
+            windows_TG = strip_nS[rows.seq_of_row[:, None], column_TG]
+        gap = bool(strip_nS.size) and int(strip_nS.min()) < 0
+        return ids_T, block_after_gap(windows_TG, self.pad) if gap else windows_TG
 
     def overlapped(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The host's part of a step that follows an uncommitted one (spec/engine.md §8.3).
@@ -69,29 +91,23 @@ class HistoryReader:
             [table.tokens[plan.rows, length - 1][:, None], table.draft[plan.rows]], axis=1
         )
         places = first[:, None] - np.arange(self.order - 1, 0, -1)
-        history = self._read_compressed(plan.rows[:, None], places)
+        history = self._compressed(plan.rows[:, None], places)
         in_flight = np.where(overlapping[:, None], table.compress_ids(table.draft[plan.rows]), self.pad)
         window = np.concatenate([np.where(places < 0, self.pad, history), in_flight], axis=1)
         return fresh_ids, table.compress_ids(fresh_ids), window
 
-    def _read(
-        self, arena: np.ndarray, drafts: np.ndarray, owner: np.ndarray, places: np.ndarray
-    ) -> np.ndarray:
-        values = arena[owner, np.maximum(places, 0)]
-        if drafts.shape[1]:
-            beyond = places - self.table.len[owner]
-            values = np.where(beyond >= 0, drafts[owner, np.clip(beyond, 0, drafts.shape[1] - 1)], values)
-        return values
-
-    def _read_compressed(self, owner: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """-1 before the first token; images are -1 already."""
+    def _compressed(self, owner: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Engram ids of committed tokens; -1 before the first one, images are -1 already."""
         values = self.table.compressed[owner, np.maximum(places, 0)]
-        drafts = self.table.draft
-        if drafts.shape[1]:
-            beyond = places - self.table.len[owner]
-            proposed = drafts[owner, np.clip(beyond, 0, drafts.shape[1] - 1)]
-            values = np.where(beyond >= 0, self.table.compress_ids(proposed), values)
-        return np.where(places < 0, -1, values)
+        return np.where(places < 0, -1, values) if places.size and places.min() < 0 else values
+
+
+def _slide(strip_nS: np.ndarray, order: int) -> np.ndarray:
+    """[n * (S-order+1), order] windows of every strip, newest id first."""
+    if order == 0:
+        return np.empty((len(strip_nS) * (strip_nS.shape[1] + 1), 0), strip_nS.dtype)
+    windows = np.lib.stride_tricks.sliding_window_view(strip_nS, order, axis=1)
+    return windows[..., ::-1].reshape(-1, order)
 
 
 def block_after_gap(windows_TG: np.ndarray, pad: int) -> np.ndarray:

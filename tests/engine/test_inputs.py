@@ -213,3 +213,44 @@ def test_prompt_scores_cover_each_position_once_over_all_chunks() -> None:
         assert scores.rows.tolist() == list(range(2, 2 + count))
         seen.update(zip(range(first, first + count), scores.targets.tolist(), strict=True))
     assert seen == dict(enumerate(tokens[1:], start=1))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_model_without_engram_has_empty_windows(num_drafts: int) -> None:
+    table = make_table(num_drafts, compress=None)
+    put(table, 1, [3, 9, 4], 2)
+    put(table, 2, [8], 1)
+    reader = HistoryReader(table, 0, 2)
+    chunk = make_plan([1], [2], [2], is_prompt=True)
+    assert reader.tokens(chunk, StepRows.of(chunk))[1].shape == (2, 0)
+    plan = make_plan([2, 1], [num_drafts + 1] * 2, [1 + num_drafts, 3 + num_drafts])
+    rows = StepRows.of(plan)
+    ids, windows = reader.tokens(plan, rows)
+    assert ids.tolist() == [8, *[0] * num_drafts, 4, *[0] * num_drafts]
+    assert windows.shape == (2 * (num_drafts + 1), 0)
+    fresh_ids, fresh_compressed, window = reader.overlapped(plan)
+    _, gathered = gather_in_flight(
+        torch.tensor([-1, 0]),
+        torch.from_numpy(fresh_ids).long(),
+        torch.from_numpy(fresh_compressed).long(),
+        torch.from_numpy(window).long(),
+        InFlight(torch.tensor([7]), torch.zeros(1, num_drafts, dtype=torch.int64), torch.tensor([0])),
+        None,
+        2,
+        (torch.from_numpy(rows.seq_of_row), torch.from_numpy(rows.row_in_seq)),
+        order=0,
+    )
+    assert gathered.shape == (2 * (num_drafts + 1), 0)
+
+
+def test_uneven_draft_counts_give_the_same_rows_as_even_ones() -> None:
+    table = make_table(num_drafts=2)
+    put(table, 1, [3, 9, 4, 5], 3)
+    put(table, 2, [8], 1)
+    table.draft[1], table.draft[2] = [21, 22], [23, 24]
+    reader = HistoryReader(table, ORDER, PAD)
+    even, uneven = make_plan([1, 2], [3, 3], [6, 3]), make_plan([1, 2], [2, 3], [5, 3])
+    ids, windows = reader.tokens(even, StepRows.of(even))
+    some_ids, some_windows = reader.tokens(uneven, StepRows.of(uneven))
+    assert some_ids.tolist() == ids[[0, 1, 3, 4, 5]].tolist()
+    assert some_windows.tolist() == windows[[0, 1, 3, 4, 5]].tolist()
