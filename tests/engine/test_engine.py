@@ -168,8 +168,7 @@ def check(results: list[RequestResult], truth: list[tuple[list[int], list[float]
 
 
 @pytest.mark.parametrize("zos", [False, True], ids=["plain", "overlapped"])
-@pytest.mark.parametrize("max_seqs", [1, 3, 16])
-@pytest.mark.parametrize("budget", [16, 100, None])
+@pytest.mark.parametrize(("max_seqs", "budget"), [(1, 16), (3, 100), (3, None), (16, 16), (16, None)])
 def test_tokens_equal_the_oracle(
     work: Work, truth: list[tuple[list[int], list[float], str]], zos: bool, max_seqs: int, budget: int | None
 ) -> None:
@@ -227,7 +226,7 @@ def test_a_request_without_max_tokens_fills_the_context() -> None:
 
 
 @pytest.mark.parametrize("zos", [False, True], ids=["plain", "overlapped"])
-@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_abort_at_any_moment_gives_one_record_and_disturbs_nobody(
     work: Work, truth: list[tuple[list[int], list[float], str]], zos: bool, after: int
 ) -> None:
