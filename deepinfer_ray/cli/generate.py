@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from deepinfer_ray.config.load import FLAGS, load_config
+from deepinfer_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepinfer_ray.config.engine import EngineConfig
@@ -205,7 +206,12 @@ def ray_backend(config: RunConfig, engine: EngineConfig) -> Backend:
     """
     from deepinfer_ray.fleet.fleet import RayFleet
 
-    asked = config.parallel
+    asked, gangs = config.parallel, config.job.max_gangs
+    if gangs is not None and gangs < asked.replicas:
+        raise ConfigError(
+            f"--max-gangs {gangs} is less than --dp {asked.replicas}: in this version every data-parallel rank "
+            "is a gang of its own, so lower --dp"
+        )
     engine = engine.with_values(parallel={"engram": asked.engram or int(asked.cp == asked.ep == 1)})
     return RayFleet(str(config.model.path), engine, asked.replicas, device=engine.runtime.backend)
 

@@ -1,4 +1,4 @@
-"""One `generate` from its configuration to its summary: plan, check, resume or start, run, sum up.
+"""One `generate` from its configuration to its summary: prepare, resume or start, run, sum up.
 
 Knows: the order of the steps and what a resumed run compares. Does not know: how a backend runs rows, what a
 command line looks like. Everything that can be refused is refused before a backend is made.
@@ -10,18 +10,16 @@ import datetime
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deepinfer_ray import __version__
 from deepinfer_ray.chat.text import TextEncoder
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
-from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
-from deepinfer_ray.engine.defaults import GenerationDefaults
-from deepinfer_ray.errors import ConfigError, DeepInferError
+from deepinfer_ray.config.job import RunConfig
+from deepinfer_ray.errors import DeepInferError
 from deepinfer_ray.fleet.backend import Backend
-from deepinfer_ray.job.encode import Columns, Encoder, RowRules
+from deepinfer_ray.job.encode import Encoder
 from deepinfer_ray.job.feeder import Feeder
 from deepinfer_ray.job.lease import Lease
 from deepinfer_ray.job.ledger import (
@@ -33,14 +31,15 @@ from deepinfer_ray.job.ledger import (
     model_fingerprint,
     planned_rows_per_part,
 )
-from deepinfer_ray.job.plan import InputPlan, Part, plan_input
+from deepinfer_ray.job.plan import InputPlan, Part
 from deepinfer_ray.job.progress import Progress
 from deepinfer_ray.job.runner import Ending, Runner
-from deepinfer_ray.job.schema import check_names, kept_columns
+from deepinfer_ray.job.prepare import Prepared, Say, prepare
+from deepinfer_ray.job.schema import kept_columns
 from deepinfer_ray.job.signals import StopNow, StopSignals
 from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter
 from deepinfer_ray.job.source import check_ids
-from deepinfer_ray.job.store import Store, resolve
+from deepinfer_ray.job.store import Store
 from deepinfer_ray.job.summary import Summary
 
 QUEUE_ROWS = 1024
@@ -48,8 +47,6 @@ QUEUE_ROWS = 1024
 
 BackendFactory = Callable[[EngineConfig, ModelConfig], Backend]
 """Resolved engine configuration and model → a backend that was not started."""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -59,19 +56,6 @@ class Outcome:
     summary: Summary
     exit_code: int
     error: DeepInferError | None = None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A job that passed every check that needs no output directory."""
-
-    job: JobConfig
-    engine: EngineConfig
-    model: ModelConfig
-    model_dir: Path
-    columns: Columns
-    rules: RowRules
-    plan: InputPlan
 
 
 def generate(config: RunConfig, make_backend: BackendFactory, say: Say, signals: StopSignals) -> Outcome:
@@ -93,112 +77,6 @@ def generate(config: RunConfig, make_backend: BackendFactory, say: Say, signals:
         ledger.close()
 
 
-def prepare(config: RunConfig, say: Say) -> Prepared:
-    """Check configuration, model directory and input; say what is defaulted."""
-    job = config.job
-    columns = _columns(job)
-    if not job.input:
-        raise ConfigError("no input: give --input with Parquet files, directories or globs")
-    if not job.output:
-        raise ConfigError("no output: give --output with a directory")
-    if config.model.path is None:
-        raise ConfigError("no model: give --model with a checkpoint directory")
-    model_dir = Path(config.model.path)
-    model = ModelConfig.load(model_dir)
-    engine = config.engine.resolve(model)
-    _refuse_nested(job)
-    plan = plan_input(job.input, rows_per_part=job.rows_per_part, limit=job.limit, part_bytes=job.part_bytes)
-    for file in plan.files:
-        columns.check(file)
-        check_names(file.schema.names, job.output_prefix or "", file.name)
-    if plan.ignored_files:
-        say(f"{plan.ignored_files} files in the input directories do not end in .parquet and are left out")
-    sampling = _sampling(job, model_dir, say)
-    rules = RowRules(
-        vocab_size=model.text.vocab_size,
-        max_prompt=engine.prompt_limit,
-        max_row_bytes=job.max_row_bytes,
-        on_too_long=job.on_too_long,
-        seed=job.sampling.seed,
-        n=job.sampling.n,
-        sampling=sampling,
-    )
-    return Prepared(job, engine, model, model_dir, columns, rules, plan)
-
-
-def _columns(job: JobConfig) -> Columns:
-    later = {
-        "--messages-column": job.messages_column,
-        "--schema-column": job.schema_column,
-        "--tools-column": job.tools_column,
-        "--image-column": job.image_column,
-    }
-    for flag, value in later.items():
-        if value is not None:
-            raise ConfigError(
-                f"{flag} {value}: this version takes texts (--prompt-column) and token ids "
-                "(--token-ids-column); chat messages, schemas, tools and images are not supported yet"
-            )
-    kind, name = job.source_column
-    return Columns(
-        prompt=name if kind == "prompt" else None,
-        token_ids=name if kind == "token_ids" else None,
-        id=job.id_column,
-        sampling=job.sampling_column,
-    )
-
-
-def _refuse_nested(job: JobConfig) -> None:
-    """An output inside an input directory would be read as input by the next run."""
-    _, output = resolve(str(job.output))
-    for location in job.input:
-        _, source = resolve(location)
-        if f"{output.rstrip('/')}/".startswith(f"{source.rstrip('/')}/"):
-            raise ConfigError(
-                f"the output {job.output} lies inside the input {location}: its parts would become input. "
-                "Give an output beside it"
-            )
-
-
-def _sampling(job: JobConfig, model_dir: Path, say: Say) -> dict[str, Any]:
-    """Parameters by name for rows without their own: flags, else the checkpoint's defaults, else ours."""
-    own = job.sampling
-    sampling: dict[str, Any] = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p")
-        if (value := getattr(own, name)) is not None
-    }
-    if own.stop:
-        sampling["stop"] = list(own.stop)
-    defaults, plain = GenerationDefaults.load(model_dir), GenerationDefaults()
-    for name in ("temperature", "top_p"):
-        if name not in sampling and (value := getattr(defaults, name)) != getattr(plain, name):
-            sampling[name] = value
-            say(f"{name} {value} (generation_config.json of the model)")
-    if own.max_tokens is None:
-        say(f"max_tokens {PROMPT_MAX_TOKENS} a row (the default; --max-tokens changes it)")
-    sampling["max_tokens"] = own.max_tokens or PROMPT_MAX_TOKENS
-    return sampling
-
-
-def _settings(prepared: Prepared) -> dict[str, Any]:
-    """What the rows of an output depend on, besides input and model."""
-    job, engine, columns = prepared.job, prepared.engine, prepared.columns
-    return {
-        "columns": dict(columns.__dict__),
-        "sampling": dict(prepared.rules.sampling),
-        "seed": job.sampling.seed,
-        "n": job.sampling.n,
-        "output_prefix": job.output_prefix,
-        "on_too_long": job.on_too_long,
-        "max_row_bytes": job.max_row_bytes,
-        "max_prompt": prepared.rules.max_prompt,
-        "max_model_len": engine.max_model_len,
-        "numerics": engine.numerics,
-        "num_drafts": engine.num_drafts,
-    }
-
-
 def _run_leased(
     prepared: Prepared,
     ledger: Ledger,
@@ -217,7 +95,7 @@ def _run_leased(
     manifest = build_manifest(
         version=__version__,
         plan=plan,
-        settings=_settings(prepared),
+        settings=prepared.settings(),
         config=config,
         model=model_fingerprint(prepared.model_dir),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -96,9 +96,9 @@ class Ledger:
     def done(self, plan: InputPlan) -> set[str]:
         """Names of the plan's parts that are committed. Part files the plan does not know go to `foreign`."""
         there = self._part_names()
-        known = {part.name for part in plan.iter_parts()} if there else set()
-        self.foreign = sorted(there - known)
-        return there & known
+        done = {part.name for part in plan.iter_parts() if part.name in there} if there else set()
+        self.foreign = sorted(there - done)
+        return done
 
     def counts(self, names: set[str]) -> dict[str, Counts]:
         """Counts of committed parts by name, from their footers. Raises `OutputError`."""

@@ -175,6 +175,13 @@ def test_error_of_a_run_comes_with_its_summary_and_code(monkeypatch):
     assert json.loads(result.stdout)["rows"] == 1
 
 
+def test_more_ranks_than_gangs_are_allowed(rows, tmp_path):
+    words = f"generate --input {rows} --output {tmp_path / 'out'} --model {TINY} --token-ids-column prompt"
+    done = deepinfer(*words.split(), "--dp", 2, "--max-gangs", 1)
+    assert done.returncode == 2
+    assert "error: --max-gangs 1 is less than --dp 2" in done.stderr
+
+
 def test_jobs_script_is_the_same_command():
     script = Path(__file__).parents[2] / "jobs/generate.py"
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import Counter
 
@@ -169,6 +170,44 @@ def test_footer_says_where_rows_come_from(job, write_rows, tmp_path):
     assert where == {"input": "in.parquet", "row_group": 0, "rows": [2, 3]}
     for name in ("version", "config_sha256", "model_sha256", "input_sha256"):
         assert footer[f"deepinfer_ray.{name}".encode()]
+
+
+def test_one_long_row_holds_nobody_up(job, write_rows, read_output, tmp_path):
+    """Rows of later parts run while the first part waits for its last row; its input bytes bound how many."""
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) for i in range(600)]})
+    order = []
+
+    class Slow(StubBackend):
+        def submit(self, items):
+            super().submit(items)
+            if not order:  # the very first row takes longest
+                self._heap[0] = (float("inf"), *self._heap[0][1:])
+                heapq.heapify(self._heap)
+            order.extend(item.key for item in items)
+
+        def poll(self, timeout_s):
+            if len(order) == 600 and len(self._heap) == 1:
+                self._heap[0] = (0.0, *self._heap[0][1:])
+            return super().poll(timeout_s)
+
+    assert job(input=path, stub=Slow(capacity=8), sets=["job.rows_per_part=50"]).exit_code == 0
+    assert [row["prompt"] for row in read_output(tmp_path / "out")] == [str(i) for i in range(600)]
+
+
+def test_open_bytes_bound_what_is_read_ahead(job, write_rows, read_output, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["x" * 100] * 640})
+    sets = ["job.rows_per_part=32", "job.max_open_bytes=4000"]  # one part alone is more
+    stub = StubBackend(capacity=200, delay_s=0.01)
+    assert job(input=path, stub=stub, sets=sets).exit_code == 0
+    assert stub.most_under_way <= 32
+    assert len(read_output(tmp_path / "out")) == 640
+
+
+def test_an_output_that_is_a_file(job, write_rows, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(ConfigError, match="is a file; give a directory"):
+        job(input=path)
 
 
 def test_an_output_inside_the_input_is_refused(job, write_rows, tmp_path):

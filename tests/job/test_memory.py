@@ -43,5 +43,6 @@ def test_twenty_thousand_rows(job, tmp_path):
     assert outcome.summary.counts.ok == ROWS
     settled = max(rss for rows, rss in samples if 2_000 <= rows < 5_000)
     later = max(rss for rows, rss in samples if rows >= 5_000)
+    print(f"settled {settled / MIB:.0f} MiB, later {later / MIB:.0f} MiB")
     assert len(samples) > 20
     assert later - settled < 24 * MIB, [(rows, rss // MIB) for rows, rss in samples]
