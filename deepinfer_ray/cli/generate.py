@@ -209,8 +209,8 @@ def ray_backend(config: RunConfig, engine: EngineConfig) -> Backend:
     asked, gangs = config.parallel, config.job.max_gangs
     if gangs is not None and gangs < asked.replicas:
         raise ConfigError(
-            f"--max-gangs {gangs} is less than --dp {asked.replicas}: in this version every data-parallel rank "
-            "is a gang of its own, so lower --dp"
+            f"--max-gangs {gangs} is less than --dp {asked.replicas}: every data-parallel rank "
+            "is a gang of its own in this version, so lower --dp"
         )
     engine = engine.with_values(parallel={"engram": asked.engram or int(asked.cp == asked.ep == 1)})
     return RayFleet(str(config.model.path), engine, asked.replicas, device=engine.runtime.backend)

@@ -32,9 +32,9 @@ from deepinfer_ray.job.ledger import (
     planned_rows_per_part,
 )
 from deepinfer_ray.job.plan import InputPlan, Part
+from deepinfer_ray.job.prepare import Prepared, Say, prepare
 from deepinfer_ray.job.progress import Progress
 from deepinfer_ray.job.runner import Ending, Runner
-from deepinfer_ray.job.prepare import Prepared, Say, prepare
 from deepinfer_ray.job.schema import kept_columns
 from deepinfer_ray.job.signals import StopNow, StopSignals
 from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter
