@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deepinfer_ray.errors import PlacementError
+from deepinfer_ray.fleet.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
 LOCAL_OBJECT_STORE_BYTES = 200 * 2**20
-SOCKET_ROOT = "/tmp"
-"""Ray keeps Unix sockets in its temporary directory; their paths must stay below 107 bytes."""
-
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
@@ -44,7 +39,7 @@ class Connection:
     address: str
     own: bool
     joined: bool
-    temp_dir: Path | None = None
+    scratch: Scratch | None = None
 
     def close(self, *, keep_logs: bool = False) -> None:
         """Disconnect if `connect` connected; end the cluster and delete its files if it was started here."""
@@ -52,17 +47,17 @@ class Connection:
 
         if self.joined and ray.is_initialized():
             ray.shutdown(wait_for_processes=self.own)
-        if self.temp_dir is not None and keep_logs:
-            logger.warning("the logs of Ray and of every rank are kept in %s", self.temp_dir)
-        elif self.temp_dir is not None:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self.scratch is not None and keep_logs:
+            self.scratch.keep()
+            logger.warning("the logs of Ray and of every rank are kept in %s", self.scratch.path)
+        elif self.scratch is not None:
+            self.scratch.delete()
 
 
 def connect(
     address: str | None = None, *, num_cpus: int | None = None, num_gpus: int | None = None
 ) -> Connection:
-    """The cluster this process is connected to already, else `address`, else RAY_ADDRESS, else a new local
-    one.
+    """The cluster this process is in already, else `address`, else RAY_ADDRESS, else a new local one.
 
     num_cpus, num_gpus: logical resources of a new local cluster; they may exceed the machine's.
     Never joins a cluster that merely happens to run on this host. Raises `PlacementError` when an address
@@ -91,7 +86,7 @@ def connect(
             return Connection(ray.get_runtime_context().gcs_address, own=False, joined=True)
         for name, value in PATIENT.items():
             os.environ.setdefault(name, value)
-        temp_dir = Path(tempfile.mkdtemp(prefix="dray-", dir=SOCKET_ROOT))
+        scratch = Scratch()
         try:
             ray.init(
                 address="local",
@@ -99,14 +94,14 @@ def connect(
                 num_gpus=num_gpus,
                 include_dashboard=False,
                 object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                _temp_dir=str(temp_dir),
+                _temp_dir=str(scratch.path),
                 **quiet,
             )
         except BaseException:
             ray.shutdown()
-            shutil.rmtree(temp_dir, ignore_errors=True)
+            scratch.delete()
             raise
-    return Connection(ray.get_runtime_context().gcs_address, own=True, joined=True, temp_dir=temp_dir)
+    return Connection(ray.get_runtime_context().gcs_address, own=True, joined=True, scratch=scratch)
 
 
 def require_answer(address: str) -> None:

@@ -130,6 +130,7 @@ class RayFleet:
 
     def status(self) -> dict[str, Any]:
         """Ranks with stage, place and pulse; rows waiting and in flight; restarts."""
+        scratch = self._connection.scratch if self._connection else None
         return {
             "ranks": [entry for gang in self._gangs for entry in self._status_of(gang)],
             "pending": self.router.num_pending,
@@ -137,9 +138,7 @@ class RayFleet:
             "restarts": self.restarts,
             "address": self._connection.address if self._connection else None,
             "local_cluster": bool(self._connection and self._connection.own),
-            "ray_files": str(self._connection.temp_dir)
-            if self._connection and self._connection.own
-            else None,
+            "ray_files": str(scratch.path) if scratch else None,
             "placement": self._gangs[0].placement.plan.describe() if self._gangs else None,
         }
 
