@@ -109,8 +109,12 @@ class Scheduler:
         checkpoints: lengths at which a chunk must end. image_spans: half-open token ranges no chunk may cut.
         schedulable: False while its images are encoded: it holds the queue up when it gets to the head.
         ready: False while its grammar is built: it joins the queue with `make_ready`.
-        A request that can never run (a duplicate id excepted: `ValueError`) ends with a terminal record.
+        A request that can never run ends with a terminal record. `ValueError`: the caller's mistakes, a
+        duplicate id or checkpoints while prompts are never cut.
         """
+        points = deque(sorted(checkpoints))
+        if points and not self.settings.chunked_prefill:
+            raise ValueError("checkpoints cut a prompt into chunks, but scheduler.chunked_prefill is off")
         spans = tuple(sorted(image_spans))
         sequence = Sequence(
             request,
@@ -118,7 +122,7 @@ class Scheduler:
             prompt_len=len(request.prompt),
             tokens=np.array(request.prompt, np.int32),
             schedulable=schedulable,
-            checkpoints=deque(sorted(checkpoints)),
+            checkpoints=points,
             image_spans=spans,
             arrival_time=request.arrival_time or self.state.clock(),
             extra=extra,

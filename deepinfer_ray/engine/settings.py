@@ -100,11 +100,13 @@ class SchedulerSettings:
             budget >= self.cp_align, key, budget, f"must be at least 2 * parallel.cp = {self.cp_align}"
         )
         if not self.chunked_prefill:
+            whole = budget // self.cp_align * self.cp_align
             self._require(
-                budget >= self.max_model_len,
+                whole >= self.max_model_len,
                 key,
                 budget,
-                f"must be at least max_model_len = {self.max_model_len} when chunked_prefill is off",
+                f"must hold a prompt of max_model_len = {self.max_model_len} in multiples of {self.cp_align} "
+                "when chunked_prefill is off",
             )
         self._require(
             self.prefill_max_sum_k >= self.prompt_limit,

@@ -24,6 +24,9 @@ from deepinfer_ray.engine.table import SequenceTable
 Accept = Callable[[np.ndarray], np.ndarray]
 """seq_ids int64 [n] -> int32 [n] drafts that the verification would accept, capped by q - 1."""
 
+FIRST_ID = 1 << 32
+"""Ids of a loop's own requests start here, away from the process-wide counter."""
+
 
 def create_scheduler(*, votes: VoteGroup | None = None, **overrides: Any) -> Scheduler:
     """A small scheduler: 64 blocks, 1024 tokens, 8 sequences, 5 drafts; any `SchedulerSettings` field
@@ -111,6 +114,7 @@ class Loop:
         self.previous: tuple[StepPlan, StepOutputs] | None = None
         self.results: dict[int, Terminal] = {}
         self.turns = 0
+        self._next_id = FIRST_ID
 
     def add(self, length: int, max_tokens: int = 16, **keywords: Any) -> Sequence:
         """A request of `length` made-up tokens; keywords of `Scheduler.add` and of `SamplingParams` mix
@@ -118,7 +122,14 @@ class Loop:
         own = {"checkpoints", "image_spans", "schedulable", "ready", "extra"}
         add = {name: keywords.pop(name) for name in own & keywords.keys()}
         params = SamplingParams(max_tokens=max_tokens, **({"ignore_eos": True} | keywords))
-        return self.scheduler.add(Request(np.full(length, 7, np.int32), params), **add)
+        return self.scheduler.add(
+            Request(np.full(length, 7, np.int32), params, request_id=self.take_id()), **add
+        )
+
+    def take_id(self) -> int:
+        """A request id of this loop: the same in every process, so that a run follows from its seed alone."""
+        self._next_id += 1
+        return self._next_id - 1
 
     def turn(self, agreement: Agreement | None = None, between: Callable[[], None] | None = None) -> Turn:
         """Schedules one step and commits what is due. between: called while the step is in flight."""

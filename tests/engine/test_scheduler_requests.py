@@ -24,6 +24,14 @@ def child_request(max_tokens: int = 10) -> Request:
     return Request(np.empty(0, np.int32), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
+def test_checkpoints_need_chunks() -> None:
+    """The queue used to stand still behind a prompt that has to be cut and must not be."""
+    loop = Loop(create_scheduler(chunked_prefill=False))
+    with pytest.raises(ValueError, match=r"scheduler\.chunked_prefill is off"):
+        loop.add(100, checkpoints=[50])
+    assert not loop.scheduler.has_unfinished
+
+
 # -- abort ----------------------------------------------------------------------------------------------
 
 
@@ -390,7 +398,11 @@ def test_no_step_is_committed_twice() -> None:
         ({"state_slots_ratio": 0.5}, "cache.state_slots_ratio is 0.5"),
         ({"cp": 0}, "parallel.cp is 0"),
         ({"max_batched_tokens": 47}, r"max_batched_tokens is 47; it must be at least max_seqs \* \(1"),
-        ({"max_batched_tokens": 500, "chunked_prefill": False}, "must be at least max_model_len = 1024"),
+        ({"max_batched_tokens": 500, "chunked_prefill": False}, "must hold a prompt of max_model_len = 1024"),
+        (
+            {"max_batched_tokens": 1001, "max_model_len": 1001, "cp": 4, "chunked_prefill": False},
+            "must hold a prompt of max_model_len = 1001 in multiples of 8",
+        ),
         ({"prefill_max_sum_k": 1023}, "prefill_max_sum_k is 1023; it must be at least the longest prompt"),
         ({"role": "completion"}, "scheduler.preemption is recompute; it must be stop"),
         ({"role": "completion", "preemption": "stop", "cp": 2}, "parallel.cp is 2; it must be 1"),
