@@ -107,7 +107,8 @@ class Engine:
         try:
             request = self._checked(request)
         except RowError as error:
-            failed = RequestResult.failed(request.request_id, len(request.prompt), error.code, str(error))
+            length = len(request.prompt) if hasattr(request.prompt, "__len__") else 0
+            failed = RequestResult.failed(request.request_id, length, error.code, str(error))
             self._refused.append(failed)
             return
         params = request.params

@@ -185,7 +185,9 @@ class RequestResult:
     def failed(cls, request_id: int, prompt_tokens: int, code: str, message: str) -> RequestResult:
         """A request that ended without a token."""
         empty = np.empty(0, np.int32)
-        return cls(request_id, empty, "", FinishReason.ERROR, prompt_tokens, error=message, error_code=code)
+        return cls(
+            request_id, empty, "", FinishReason.ERROR.value, prompt_tokens, error=message, error_code=code
+        )
 
 
 def as_token_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

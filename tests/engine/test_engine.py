@@ -271,6 +271,7 @@ def test_a_row_without_a_distribution_fails_alone(zos: bool) -> None:
         ([3, 512], {}, "bad_token_id", r"512 at position 1"),
         ([-1], {}, "bad_token_id", "-1 at position 0"),
         ([[1, 2]], {}, "wrong_type", "flat list"),
+        (None, {}, "wrong_type", "flat list"),
         ([[1], [2, 3]], {}, "wrong_type", "flat list"),
         ([0.5], {}, "wrong_type", "flat list"),
         ([3] * 601, {}, "prompt_too_long", "601 prompt tokens"),
