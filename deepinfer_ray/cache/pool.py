@@ -137,15 +137,28 @@ class CachePools:
 
     def store_window(self, layer: int, x_Nd: torch.Tensor, records_N: torch.Tensor) -> None:
         """Write latents float32 [N, d] to the ring of `layer` at records [N]; valid records are unique."""
-        rows = self._rings[layer]
-        data = quant.encode_record(self.layout.window_record, x_Nd)
-        rows.view.index_copy_(0, rows.store_rows(records_N), data)
+        self.store_window_rows(layer, x_Nd, self.window_rows(records_N.clamp(min=0)))
 
     def load_window(self, layer: int, records: torch.Tensor) -> torch.Tensor:
         """float32 [..., d] latents of the ring of `layer` at records [...]."""
-        rows = self._rings[layer]
-        flat = rows.view.index_select(0, rows.load_rows(records).reshape(-1))
-        return quant.decode_record(self.layout.window_record, flat).view(*records.shape, self.layout.head_dim)
+        return self.load_window_rows(layer, self.window_rows(records))
+
+    def window_rows(self, records: torch.Tensor) -> torch.Tensor:
+        """Ring rows of record ids, the same for every layer: a step converts its ids once.
+
+        For loads -1 is legal; for stores the caller clamps it to 0, the record that belongs to nobody.
+        """
+        return next(iter(self._rings.values())).load_rows(records)
+
+    def store_window_rows(self, layer: int, x_Nd: torch.Tensor, rows_N: torch.Tensor) -> None:
+        """`store_window` at rows of `window_rows`."""
+        data = quant.encode_record(self.layout.window_record, x_Nd)
+        self._rings[layer].view.index_copy_(0, rows_N, data)
+
+    def load_window_rows(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """`load_window` at rows of `window_rows`."""
+        flat = self._rings[layer].view.index_select(0, rows.view(-1))
+        return quant.decode_record(self.layout.window_record, flat).view(*rows.shape, self.layout.head_dim)
 
     # Compressed entries and index keys ------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from deepinfer_ray.ops.attention import sparse_attention, sparse_attention_block
 from deepinfer_ray.ops.linear import grouped_linear, linear
 from deepinfer_ray.ops.norm import rms_norm
 from deepinfer_ray.ops.numerics import Numerics
-from deepinfer_ray.ops.rope import rotate_back
 
 GATHER_BYTES = 64 << 20
 """Memory for the gathered keys of one tile of rows; tiles do not change any bit."""
@@ -67,13 +66,13 @@ class Attention(nn.Module):
         q_kv = nx.b(linear(nx.q8(v_TD), self.wq_a_wkv))
         q_low = nx.b(rms_norm(q_kv[:, : self.q_rank], self.q_norm, self.eps))
         latent = nx.b(rms_norm(q_kv[:, self.q_rank :], self.kv_norm, self.eps))
-        cos, sin = ctx.compressed if self.ratio else ctx.plain
-        latent = rotate_tail(latent, cos, sin, nx)
         q_all = nx.b(linear(nx.q8(q_low), self.wq_b))
         width = self.heads * self.dim
-        q_THd = rotate_tail(
-            q_all[:, :width].view(rows, self.heads, self.dim), cos.unsqueeze(1), sin.unsqueeze(1), nx
-        )
+        q_THd = q_all[:, :width].view(rows, self.heads, self.dim)
+        # Queries and the window latent turn by the same angles: the latent goes along as one more head.
+        cos, sin = ctx.compressed if self.ratio else ctx.plain
+        turned = rotate_tail(torch.cat((q_THd, latent.unsqueeze(1)), dim=1), cos, sin, nx)
+        q_THd, latent = turned[:, : self.heads], turned[:, self.heads]
 
         if self.indexer is not None:
             assert side is not None
@@ -113,12 +112,12 @@ class Attention(nn.Module):
         """
         pools, meta = ctx.pools, ctx.meta
         if not meta.is_prefill:
-            pools.store_window(self.index, latent_Td, meta.swa_store)
+            pools.store_window_rows(self.index, latent_Td, ctx.window_store)
             return None, ctx.window_index
         assert meta.swa_history is not None
         history = pools.load_window(self.index, meta.swa_history)
         buffer = torch.cat((history, self.numerics.q8(latent_Td), latent_Td.new_zeros(1, self.dim)))
-        pools.store_window(self.index, latent_Td, meta.swa_store)
+        pools.store_window_rows(self.index, latent_Td, ctx.window_store)
         return buffer, ctx.window_index
 
     def _attend_rows(
@@ -132,7 +131,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attention of a tile of rows; every row gathers its own keys."""
         if buffer is None:
-            window = ctx.pools.load_window(self.index, window_index[rows])
+            window = ctx.pools.load_window_rows(self.index, window_index[rows])
         else:
             window = buffer[window_index[rows]]
         entries, bias = None, None
@@ -169,9 +168,8 @@ class Attention(nn.Module):
 
     def _project(self, o_THd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         nx, rows = self.numerics, o_THd.shape[0]
-        width = self.rope_dim
-        tail = nx.b(rotate_back(o_THd[..., -width:], cos.unsqueeze(1), sin.unsqueeze(1)))
-        o_THd = tail if width == self.dim else torch.cat((o_THd[..., :-width], tail), dim=-1)
+        # Values are keys and carry their rotation: turn the sum back by the query's angle.
+        o_THd = rotate_tail(o_THd, cos, -sin, nx)
         if not nx.reference:
             o_THd = nx.q8(o_THd)
         z_TGO = nx.b(grouped_linear(o_THd.view(rows, self.groups, -1), self.wo_a))

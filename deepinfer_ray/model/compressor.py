@@ -20,12 +20,10 @@ from deepinfer_ray.ops.rope import rotate
 
 
 def rotate_tail(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
-    """x with its last R values rotated and rounded; the values before them pass unchanged."""
-    width = cos.shape[-1]
-    if x.shape[-1] == width:
-        return numerics.b(rotate(x, cos, sin))
-    tail = numerics.b(rotate(x[..., -width:], cos, sin))
-    return torch.cat((x[..., :-width], tail), dim=-1)
+    """x with its last R values rotated and rounded, in place: x must be nobody else's."""
+    tail = x[..., -cos.shape[-1] :]
+    tail.copy_(numerics.b(rotate(tail, cos, sin)))
+    return x
 
 
 class Compressor(nn.Module):
@@ -53,7 +51,7 @@ class Compressor(nn.Module):
             return None
         normed = self.numerics.b(rms_norm(self.numerics.b(pooled), self.norm, self.eps))
         cos, sin = plan.rotation
-        ctx.pools.store_entries(self.layer, rotate_tail(normed, cos, sin, self.numerics), plan.slots)
+        ctx.pools.store_entries(self.layer, rotate_tail(normed.clone(), cos, sin, self.numerics), plan.slots)
         return normed
 
     def _pool(self, projected: torch.Tensor, ctx: StepContext) -> torch.Tensor | None:

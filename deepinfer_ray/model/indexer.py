@@ -87,7 +87,7 @@ class Indexer(nn.Module):
         self, q_Thc: torch.Tensor, weights_Th: torch.Tensor, ctx: StepContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = ctx.compressed
-        q_Thc = rotate_tail(q_Thc, cos.unsqueeze(1), sin.unsqueeze(1), self.numerics)
+        q_Thc = rotate_tail(q_Thc, cos, sin, self.numerics)
         if self.numerics.reference:
             weights_Th = self.numerics.b(weights_Th * (self.dim * self.heads) ** -0.5)
         return self.numerics.q4_index(q_Thc), weights_Th

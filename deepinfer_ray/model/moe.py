@@ -8,6 +8,7 @@ Shape letters: T rows, E experts, k slots, P pairs (row, slot), D hidden size, M
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -61,29 +62,37 @@ class StackedExperts(nn.Module):
     ) -> torch.Tensor:
         """Rows lie in a buffer of equally many rows for each expert; what else lies there changes no bit."""
         rows, slots = experts_Tk.shape
-        flat = experts_Tk.reshape(-1).clamp_min(0)
         capacity = round_up(max(rows, 1))
         if rows > ROW_TILE:
+            flat = experts_Tk.reshape(-1).clamp_min(0)
             place, fullest = _places(flat, self.experts)
             capacity = min(capacity, round_up(fullest))
         if capacity >= rows:
             # Every expert's buffer is the rows themselves, in place.
-            index = (experts_Tk.clamp_min(0) * capacity + _arange(rows, flat.device)).view(-1)
+            start, row = _buffer_places(self.experts, capacity, rows, x_TD.device)
+            index = (start.take(experts_Tk.clamp_min(0)) + row).view(-1)
             buffer = pad_dim(x_TD, 0).expand(self.experts, -1, -1)
         else:
             index = flat * capacity + place
             row_of_pair = torch.arange(rows, device=flat.device).repeat_interleave(slots)
             buffer = x_TD.new_zeros(self.experts * capacity, x_TD.shape[1])
             buffer = buffer.index_copy(0, index, x_TD[row_of_pair]).view(self.experts, capacity, -1)
-        hidden = torch.bmm(buffer, self.w13).flatten(0, 1).index_select(0, index)
-        inner = act(hidden, weights_Tk.reshape(-1, 1))
-        spread = inner.new_zeros(self.experts * capacity, inner.shape[1]).index_copy(0, index, inner)
+        hidden = torch.bmm(buffer, self.w13)
+        pairs = hidden.view(-1, hidden.shape[2]).index_select(0, index)
+        inner = act(pairs, weights_Tk.view(-1, 1))
+        spread = inner.new_zeros(self.experts * capacity, inner.shape[1]).index_copy_(0, index, inner)
         out = torch.bmm(spread.view(self.experts, capacity, -1), self.w2)
-        return out.flatten(0, 1).index_select(0, index)
+        return out.view(-1, out.shape[2]).index_select(0, index)
 
 
-def _arange(rows: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(rows, device=device).unsqueeze(1)
+@functools.lru_cache(maxsize=64)
+def _buffer_places(
+    experts: int, capacity: int, rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(first buffer row of each expert [E], place of each row in it [T, 1])."""
+    with torch.inference_mode(False):
+        first = torch.arange(experts, device=device) * capacity
+        return first, torch.arange(rows, device=device).unsqueeze(1)
 
 
 def _places(flat_P: torch.Tensor, experts: int) -> tuple[torch.Tensor, int]:
@@ -124,6 +133,13 @@ class PackedExperts(nn.Module):
         return out
 
 
+@functools.lru_cache(maxsize=64)
+def _shared_column(expert: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slot and weight column [T, 1] of the shared expert."""
+    with torch.inference_mode(False):
+        return torch.full((rows, 1), expert, device=device), torch.ones(rows, 1, device=device)
+
+
 class MoE(nn.Module):
     """Router and experts of one layer."""
 
@@ -149,7 +165,7 @@ class MoE(nn.Module):
 
     def forward(self, v_TD: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """[T, D] for normed input v."""
-        return self.compute(v_TD, ctx.meta.image_mask, ctx.meta.valid, ctx)
+        return self.compute(v_TD, ctx.meta.image_mask, ctx.valid, ctx)
 
     def compute(
         self,
@@ -170,9 +186,9 @@ class MoE(nn.Module):
         slots = experts if self.physical is None else self._to_physical(experts)
         received = self.exchange.dispatch(v8_TD, slots, weights)
         if self.shared_expert is not None and self.exchange.is_local:
-            first = torch.full_like(experts[:, :1], self.shared_expert)
-            slots = torch.cat((first, received.experts), dim=1)
-            weights = torch.cat((torch.ones_like(weights[:, :1]), received.weights), dim=1)
+            expert, one = _shared_column(self.shared_expert, rows, v_TD.device)
+            slots = torch.cat((expert, received.experts), dim=1)
+            weights = torch.cat((one, received.weights), dim=1)
             out = nx.b(self.experts(v8_TD, slots, weights, self.act)).view(rows, self.k + 1, -1)
             shared: torch.Tensor | None = out[:, 0]
             routed = self.exchange.combine(out[:, 1:], received)

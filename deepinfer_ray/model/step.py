@@ -58,13 +58,17 @@ class StepContext:
     pools: CachePools
     numerics: Numerics
     plain: Rotation
-    """cos, sin [T, R] of window-only layers."""
+    """cos, sin [T, 1, R] of window-only layers."""
     compressed: Rotation
-    """cos, sin [T, R] of layers with a ratio."""
+    """cos, sin [T, 1, R] of layers with a ratio."""
     window_bias: torch.Tensor
     """[T, 1, W] 0 or -inf."""
     window_index: torch.Tensor
-    """[T, W] prefill: rows of [history | chunk | one zero row]; decode: ring records, -1 = none."""
+    """[T, W] prefill: rows of [history | chunk | one zero row]; decode: rows of the rings."""
+    window_store: torch.Tensor
+    """[T] ring row that each row's latent is stored at; rows that are not stored go to nobody's slot."""
+    valid: torch.Tensor | None
+    """[T] bool, False on placeholder rows; None = all rows are real."""
     entries: dict[int, EntryPlan]
     max_klen: dict[int, int]
     """ratio -> most entries visible to a row."""
@@ -103,6 +107,11 @@ class StepContext:
         return self._slots[ratio]
 
 
+def _per_head(rotation: Rotation) -> Rotation:
+    cos, sin = rotation
+    return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
 def _entry_plan(meta: StepMetadata, plan: RatioPlan, table: RopeTable) -> EntryPlan:
     if meta.is_prefill:
         return EntryPlan(plan.entry_slots, table.take(plan.entry_positions), plan.entry_rows, plan.entry_ring)
@@ -131,20 +140,22 @@ def build_context(
     last = int(meta.positions.max()) + 1 if meta.num_rows else 1
     plain.reserve(last)
     compressed.reserve(last)
-    keys = meta.swa_keys
-    present = keys >= 0
-    index = keys
+    present = meta.swa_keys >= 0
     if meta.is_prefill:
         assert meta.swa_history is not None
-        index = keys.masked_fill(~present, meta.swa_history.numel() + meta.num_rows)
+        index = meta.swa_keys.masked_fill(~present, meta.swa_history.numel() + meta.num_rows)
+    else:
+        index = pools.window_rows(meta.swa_keys)
     return StepContext(
         meta=meta,
         pools=pools,
         numerics=numerics,
-        plain=plain.take(meta.positions),
-        compressed=compressed.take(meta.positions),
+        plain=_per_head(plain.take(meta.positions)),
+        compressed=_per_head(compressed.take(meta.positions)),
         window_bias=validity_bias(present),
         window_index=index,
+        window_store=pools.window_rows(meta.swa_store.clamp_min(0)),
+        valid=None if bool(meta.valid.all()) else meta.valid,
         entries={ratio: _entry_plan(meta, plan, compressed) for ratio, plan in meta.ratios.items()},
         max_klen=meta.max_klen,
         sequence_rows=meta.cu_q.tolist() if meta.is_prefill else [],

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepinfer_ray.ops.constants import constant
 from deepinfer_ray.ops.linear import linear
+from deepinfer_ray.ops.norm import inverse_rms
 
 
 def _sequential_sum(x: torch.Tensor, dim: int, start: float) -> torch.Tensor:
@@ -44,7 +46,7 @@ def _sinkhorn_in_place(logits_Tmm: torch.Tensor, eps: float, iterations: int) ->
     rows = logits_Tmm.shape[0]
     shifted = (logits_Tmm - logits_Tmm.amax(-1, keepdim=True)).exp_()
     if rows == 1:
-        shifted = shifted.expand(2, -1, -1)
+        shifted = shifted.expand(2, -1, -1)  # Two rows, so that the rows' dimension is not dropped.
     c = shifted.permute(1, 2, 0).contiguous().numpy()
     over_columns = np.empty((c.shape[0], 1, c.shape[2]), np.float32)
     over_rows = np.empty((1, c.shape[1], c.shape[2]), np.float32)
@@ -61,7 +63,9 @@ def _sinkhorn_in_place(logits_Tmm: torch.Tensor, eps: float, iterations: int) ->
         divide(c, over_columns, c)
         add(c, 0, None, over_rows, True, start)
         divide(c, over_rows, c)
-    return torch.from_numpy(c).permute(2, 0, 1)[:rows]
+    # Laid out for `update`, which contracts over the first index.
+    transposed = torch.from_numpy(c.transpose(2, 1, 0).copy()).transpose(1, 2)
+    return transposed if rows > 1 else transposed[:1]
 
 
 def sinkhorn(logits_Tmm: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
@@ -90,13 +94,12 @@ def mix(
     `comb` is the source copy.
     """
     rows, m, _ = x_TmD.shape
-    z = x_TmD.flatten(1)
-    rstd = (z.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
-    q = linear(z, fn) * rstd * scale + base
+    z = x_TmD.view(rows, -1)
+    q = linear(z, fn) * inverse_rms(z, norm_eps) * scale + base
     # Not torch.sigmoid: its vector body and scalar tail differ in low bits (model spec §9.4).
-    gates = 1.0 / ((-q[:, : 2 * m]).exp() + 1.0)
+    gates = (q[:, : 2 * m].neg().exp() + constant(1.0)).reciprocal()
     comb = sinkhorn(q[:, 2 * m :].view(rows, m, m), hc_eps, iterations)
-    return gates[:, :m] + hc_eps, gates[:, m:] * 2.0, comb
+    return gates[:, :m] + constant(hc_eps), gates[:, m:] * constant(2.0), comb
 
 
 def collapse(a_Tm: torch.Tensor, x_TmD: torch.Tensor) -> torch.Tensor:
@@ -109,4 +112,4 @@ def update(
 ) -> torch.Tensor:
     """[T, m, D]: `X'[n] = post[n] · y + Σ_c comb[c, n] · X[c]`, not rounded."""
     scaled = post_Tm.unsqueeze(-1) * y_TD.unsqueeze(1)
-    return torch.baddbmm(scaled, comb_Tmm.transpose(1, 2), x_TmD)
+    return scaled.baddbmm_(comb_Tmm.transpose(1, 2), x_TmD)

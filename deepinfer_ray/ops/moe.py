@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import torch
 
+from deepinfer_ray.ops.constants import constant
+
 
 def router_scores(logits_TE: torch.Tensor) -> torch.Tensor:
     """float32 `sqrt(softplus(logit))`."""
     # Not torch's softplus: its vector body and scalar tail differ in low bits (model spec §9.4).
-    return torch.where(logits_TE > 20.0, logits_TE, logits_TE.clamp_max(20.0).exp().log1p()).sqrt()
+    limit = constant(20.0)
+    return torch.where(logits_TE > limit, logits_TE, torch.minimum(logits_TE, limit).exp().log1p()).sqrt()
 
 
 def select_experts(selection_TE: torch.Tensor, k: int) -> torch.Tensor:
@@ -42,11 +45,12 @@ def route(
     experts = select_experts(scores + bias, k)
     weights = scores.gather(1, experts)
     if k > 1:
-        total = weights[:, :1]
-        for slot in range(1, k):
-            total = total + weights[:, slot : slot + 1]
-        weights = weights / (total + 1e-20)
-    weights = weights * scaling
+        first, *others = weights.unbind(1)
+        total = first + constant(1e-20)
+        for other in others:
+            total = total + other
+        weights = weights / total.unsqueeze(1)
+    weights = weights * constant(scaling)
     if valid is not None:
         experts = experts.masked_fill(~valid.unsqueeze(-1), -1)
         weights = weights.masked_fill(~valid.unsqueeze(-1), 0.0)
@@ -58,13 +62,14 @@ def swiglu(gate_up_P2M: torch.Tensor, weight_P1: torch.Tensor | None, limit: flo
     gate, up = gate_up_P2M.chunk(2, dim=-1)
     if limit:
         gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
-    out = gate / ((-gate).exp() + 1.0) * up
+    out = gate / (gate.neg().exp() + constant(1.0)) * up
     return out if weight_P1 is None else out * weight_P1
 
 
 def combine_slots(o_TkD: torch.Tensor, first_TD: torch.Tensor | None = None) -> torch.Tensor:
     """float32 [T, D]: first + o[0] + o[1] + … in slot order (model spec §3.7: shared first)."""
-    total = o_TkD[:, 0] if first_TD is None else first_TD + o_TkD[:, 0]
-    for slot in range(1, o_TkD.shape[1]):
-        total = total + o_TkD[:, slot]
+    slots = o_TkD.unbind(1)
+    total = slots[0] if first_TD is None else first_TD + slots[0]
+    for slot in slots[1:]:
+        total = total + slot
     return total

@@ -6,7 +6,15 @@ Knows: the statistic and the order of the products. Does not know: rounding; the
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
+
+from deepinfer_ray.ops.constants import constant
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """float32 [..., 1]: `rsqrt(mean(x²) + eps)` over the last dimension."""
+    # sum and division: half the cost of mean on CPU.
+    total = (x * x).sum(-1, True)
+    return total.div_(constant(x.shape[-1])).add_(constant(eps)).rsqrt_()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -14,4 +22,4 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     eps is 1e-20 in the text model, so a zero row gives a zero row; it must reach the sum in float32.
     """
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return x * inverse_rms(x, eps) * weight

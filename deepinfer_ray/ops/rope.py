@@ -79,12 +79,10 @@ class RopeTable:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., R] rotated by table rows that broadcast against it; float32, not rounded."""
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x * cos + swapped * sin
+    """x [..., R] rotated by table rows that broadcast against it; float32, not rounded.
 
-
-def rotate_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rotate`."""
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x * cos - swapped * sin
+    The inverse rotation is the same with the sines negated.
+    """
+    *lead, width = x.shape
+    swapped = x.view(*lead, width // 2, 2).flip(-1).view(x.shape)
+    return (x * cos).add_(swapped.mul_(sin))
