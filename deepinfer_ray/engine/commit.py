@@ -109,8 +109,8 @@ class Committer:
             accepted = outputs.accepted[select]
             tokens = np.empty((len(rows), num_drafts + 1), np.int32)
             tokens[:, :num_drafts] = accepted
-            count = np.logical_and.accumulate(accepted >= 0, axis=1).sum(axis=1, dtype=np.int32)
-            tokens[self._flat(len(rows)), count] = sampled
+            count = (accepted >= 0).sum(axis=1, dtype=np.int32)
+            tokens[np.arange(len(rows)), count] = sampled
             table.accepted[rows] = count
             result.num_drafts_verified = int(plan.q[select].sum()) - len(rows)
             result.num_drafts_accepted = int(count.sum())
@@ -143,9 +143,6 @@ class Committer:
             state.running_dirty = True
             for row, by_stop in zip(rows[finished].tolist(), stopped[finished].tolist(), strict=True):
                 self._finish(row, Status.STOPPED if by_stop else Status.LENGTH_CAPPED, result)
-
-    def _flat(self, count: int) -> np.ndarray:
-        return np.arange(count)
 
     def _first_stop(self, rows: np.ndarray, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """int32 [m] 1-based column of the first token that ends its sequence, NEVER if none does.
