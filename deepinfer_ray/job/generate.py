@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_ray import __version__
-from deepinfer_ray.chat.text import TextEncoder
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import RunConfig
@@ -166,11 +165,7 @@ class _Run:
                 self._say("the input has no rows: 0 rows left")
             return self._end(Counts(), 0)
         prepared = self._prepared
-        text = None
-        if prepared.columns.prompt is not None:
-            tokenizer = prepared.engine.model.tokenizer_path or prepared.model_dir
-            text = TextEncoder.load(tokenizer, bos_id=prepared.model.bos_token_id)
-        encoder = Encoder(prepared.columns, prepared.rules, text)
+        encoder = prepared.encoder()
         backend = make_backend(prepared.engine, prepared.model)
         ranks = prepared.engine.parallel.world
         self._say(f"starting {ranks} rank{'s' if ranks > 1 else ''} for {self.rows_left:,} rows")

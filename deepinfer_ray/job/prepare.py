@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinfer_ray.chat.text import TextEncoder
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
 from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.errors import ConfigError
-from deepinfer_ray.job.encode import Columns, RowRules
+from deepinfer_ray.job.encode import Columns, Encoder, RowRules
 from deepinfer_ray.job.plan import InputPlan, plan_input
 from deepinfer_ray.job.schema import check_names
 from deepinfer_ray.job.store import resolve
@@ -25,8 +26,8 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A job that passed every check that needs no output directory."""
+class RowSetup:
+    """How rows of a job become requests, whatever brings the rows."""
 
     job: JobConfig
     engine: EngineConfig
@@ -34,6 +35,20 @@ class Prepared:
     model_dir: Path
     columns: Columns
     rules: RowRules
+
+    def encoder(self) -> Encoder:
+        """Reads the tokenizer if rows need it. `CheckpointError`."""
+        text = None
+        if self.columns.prompt is not None:
+            tokenizer = self.engine.model.tokenizer_path or self.model_dir
+            text = TextEncoder.load(tokenizer, bos_id=self.model.bos_token_id)
+        return Encoder(self.columns, self.rules, text)
+
+
+@dataclass(frozen=True)
+class Prepared(RowSetup):
+    """A job that passed every check that needs no output directory."""
+
     plan: InputPlan
 
     def settings(self) -> dict[str, Any]:
@@ -57,23 +72,37 @@ class Prepared:
 def prepare(config: RunConfig, say: Say) -> Prepared:
     """Check everything and say what is defaulted. Raises `ConfigError`, `CheckpointError`, `InputError`."""
     job = config.job
-    columns = _columns(job)
     if not job.input:
         raise ConfigError("no input: give --input with Parquet files, directories or globs")
     if not job.output:
         raise ConfigError("no output: give --output with a directory")
+    setup = prepare_rows(config, say)
+    _refuse_nested(job)
+    plan = checked_plan(setup, say)
+    return Prepared(**setup.__dict__, plan=plan)
+
+
+def checked_plan(setup: RowSetup, say: Say) -> InputPlan:
+    """The input, its columns checked against the setup. Raises `InputError`."""
+    job = setup.job
+    plan = plan_input(job.input, rows_per_part=job.rows_per_part, limit=job.limit, part_bytes=job.part_bytes)
+    for file in plan.files:
+        setup.columns.check(file)
+        check_names(file.schema.names, job.output_prefix or "", file.name)
+    if plan.ignored_files:
+        say(f"{plan.ignored_files} files in the input directories do not end in .parquet and are left out")
+    return plan
+
+
+def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
+    """Model, columns and sampling, without an input. Raises `ConfigError`, `CheckpointError`."""
+    job = config.job
+    columns = _columns(job)
     if config.model.path is None:
         raise ConfigError("no model: give --model with a checkpoint directory")
     model_dir = Path(config.model.path)
     model = ModelConfig.load(model_dir)
     engine = config.engine.resolve(model)
-    _refuse_nested(job)
-    plan = plan_input(job.input, rows_per_part=job.rows_per_part, limit=job.limit, part_bytes=job.part_bytes)
-    for file in plan.files:
-        columns.check(file)
-        check_names(file.schema.names, job.output_prefix or "", file.name)
-    if plan.ignored_files:
-        say(f"{plan.ignored_files} files in the input directories do not end in .parquet and are left out")
     sampling = _sampling(job, model_dir, say)
     rules = RowRules(
         vocab_size=model.text.vocab_size,
@@ -84,7 +113,7 @@ def prepare(config: RunConfig, say: Say) -> Prepared:
         n=job.sampling.n,
         sampling=sampling,
     )
-    return Prepared(job, engine, model, model_dir, columns, rules, plan)
+    return RowSetup(job, engine, model, model_dir, columns, rules)
 
 
 def _columns(job: JobConfig) -> Columns:
