@@ -363,7 +363,7 @@ def build_decode(
     else:
         seq, j = load_plan.ragged_arange(q, cu)
         pos = (k - q)[seq] + j
-        state_T, tables = state_T[seq], tables[seq]
+        state_T = state_T[seq]
     ring_base = state_T * ring
     length = np.minimum(pos + 1, window)
     up.add(input_ids)
@@ -377,10 +377,12 @@ def build_decode(
     up.add(tables)
     up.add((pos - length + 1) % ring)
     up.add(ring_base)
-    up.add(length)
+    short = np.flatnonzero(length < window)
+    up.add(short)
+    up.add(length[short])
     rows_T = np.arange(len(pos))
     page, at = np.divmod(pos, layout.block_tokens)
-    block_T = tables[rows_T, page].astype(np.int64)
+    block_T = tables[seq, page].astype(np.int64)
     for ratio in ratios:
         # A row that closes a group lies in its entry's block: the block is a multiple of the group.
         klen = (pos + 1) // ratio
@@ -413,14 +415,18 @@ def build_decode(
         last_rows=next(tensors),
         swa_store=next(tensors),
         ring_positions=next(tensors),
-        block_tables=next(tensors),
+        block_tables=(tables_nB := next(tensors)),
         swa_keys=_ring_windows(window, ring, device).index_select(0, next(tensors)),
     )
+    if cu[-1] != n:  # rows of a sequence share its table: one copy goes up, the device spreads it
+        meta.block_tables = tables_nB.index_select(0, meta.seq_of_row)
     meta.swa_keys.add_(next(tensors).unsqueeze(1))
-    length_T = next(tensors)
-    if int(length.min()) < window:
+    short_S, length_S = next(tensors), next(tensors)
+    if len(short):
         column = torch.arange(window, device=device)
-        meta.swa_keys.masked_fill_(column >= length_T.unsqueeze(1), -1)
+        keys_SW = meta.swa_keys.index_select(0, short_S)
+        keys_SW.masked_fill_(column >= length_S.unsqueeze(1), -1)
+        meta.swa_keys.index_copy_(0, short_S, keys_SW)
     for ratio in ratios:
         meta.ratios[ratio] = RatioPlan(
             ratio,

@@ -32,9 +32,10 @@ Defects of spec/engine.md §15 and where they are fixed
     D18 uninitialised memory     not the scheduler's: the pools are zeroed at allocation
     D19 lazy environment         `SchedulerSettings` is explicit and frozen
 Nobody starves: requests are first scheduled in the order of arrival; while a live request's head of queue is
-ready, at most 4 steps (without the idle fast path: prefill_any_interval + 4) pass without a prefilled token, a
-committed token or a record; every recomputation commits at least one token. Hence a request ends after at most
-that many steps for each chunk and token, recomputed ones included, of what came before it or runs beside it.
+ready, at most 4 steps (without the idle fast path: prefill_any_interval + 4) pass without a prefilled token,
+a committed token or a record; every recomputation commits at least one token. Hence a request ends after at
+most that many steps for each chunk and token, recomputed ones included, of what came before it or runs beside
+it.
 
 Beyond that list, found by the random tests
     the watermark stopped half prefilled sequences for good once nothing ran      `admission.wants_prefill`
