@@ -41,6 +41,6 @@ def test_a_decode_step_touches_no_sequence_one_by_one() -> None:
 def test_rows_and_growth() -> None:
     rows = run(sizes=(256, 512), steps=40)
     assert [row["sequences"] for row in rows] == [256, 512]
-    assert set(rows[0]) == {"sequences", "median_ms", "schedule_ms", "inputs_ms", "commit_ms"}
+    assert set(rows[0]) >= {"sequences", "median_ms", "schedule_ms", "inputs_ms", "commit_ms"}
     cost = [row["schedule_ms"] + row["commit_ms"] for row in rows]
     assert cost[1] <= 2.5 * cost[0]
