@@ -21,6 +21,7 @@ import torch
 
 from deepinfer_ray.cache import load_plan
 from deepinfer_ray.cache.layout import CacheLayout
+from deepinfer_ray.cache.transfer import Staging
 
 TruncationMode = Literal["off", "mask", "compact"]
 
@@ -50,9 +51,12 @@ class RatioPlan:
     """[K] pool slots of the gathered prefix of all sequences, -1 = a zero row; K = sum max(1, floor(k/r))."""
     ks: torch.Tensor | None = None
     """[T] first gathered row of the query row's sequence."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """On the host, a pair a sequence: first gathered row, entries visible to its last query row."""
     # Decode only.
     closing: torch.Tensor | None = None
-    """[E'] query rows that close a group, ascending (every row for ratio 1)."""
+    """[E'] query rows whose entry row is computed, ascending: those that close a group (all for ratio 1), or
+    every row in a step of fixed shape."""
 
 
 @dataclass(slots=True)
@@ -122,44 +126,25 @@ class StepMetadata:
     block_tables: torch.Tensor | None = None
     """[T, B] block ids of the row's sequence, 0 padded."""
     max_klen: dict[int, int] = field(default_factory=dict)
-    """ratio -> the largest klen of the step, known on the host (no device read is needed to size buffers)."""
-
-
-class _Upload:
-    """Collects host integer arrays and moves them to the device in one transfer."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.arrays: list[np.ndarray] = []
-
-    def add(self, array: np.ndarray) -> int:
-        self.arrays.append(array)
-        return len(self.arrays) - 1
-
-    def send(self) -> list[torch.Tensor]:
-        """int64 tensors of the added arrays, in order: views of one buffer."""
-        sizes = [array.size for array in self.arrays]
-        host = np.empty(sum(sizes), np.int64)
-        at = 0
-        for array, size in zip(self.arrays, sizes, strict=True):
-            host[at : at + size] = array.reshape(-1)
-            at += size
-        buffer = torch.from_numpy(host)
-        if self.device.type != "cpu":
-            buffer = buffer.pin_memory() if self.device.type == "cuda" else buffer
-            buffer = buffer.to(self.device, non_blocking=True)
-        parts = buffer.split_with_sizes(sizes)
-        return [
-            part if array.ndim == 1 else part.view(array.shape)
-            for part, array in zip(parts, self.arrays, strict=True)
-        ]
+    """ratio -> a bound of klen, known on the host (no device read is needed to size buffers): the largest
+    klen itself, or in a decode step of fixed shape what the columns of the block table can hold."""
+    # On the host.
+    max_length: int = 0
+    """All positions lie below this."""
+    all_valid: bool = True
+    """Whether the step has no placeholder row."""
+    sequence_rows: list[int] = field(default_factory=list)
+    """Prefill: `cu_q`."""
+    extras: list[torch.Tensor] = field(default_factory=list)
+    """What the caller sent along."""
 
 
 @functools.lru_cache(maxsize=16)
 def _ring_windows(window: int, ring_rows: int, device: torch.device) -> torch.Tensor:
     """int64 [S, W]: ring offsets of W consecutive positions, the first at offset f; row f."""
-    first = torch.arange(ring_rows).unsqueeze(1)
-    return ((first + torch.arange(window)) % ring_rows).to(device)
+    with torch.inference_mode(False):
+        first = torch.arange(ring_rows, device=device).unsqueeze(1)
+        return (first + torch.arange(window, device=device)) % ring_rows
 
 
 def _expand_pivots(pivots_T4: torch.Tensor, window: int) -> torch.Tensor:
@@ -170,12 +155,24 @@ def _expand_pivots(pivots_T4: torch.Tensor, window: int) -> torch.Tensor:
     return keys.masked_fill_(column >= l0 + l1, -1)
 
 
-def _to_bool(array: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(np.ascontiguousarray(array, np.bool_)).to(device)
+def _send(
+    staging: Staging,
+    arrays: list[np.ndarray],
+    flags: tuple[np.ndarray | None, ...],
+    extras: Sequence[np.ndarray],
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
+    """(arrays, flags as bool, extras) on the device, moved in one copy."""
+    given = [flag for flag in flags if flag is not None]
+    tensors = staging.send([*arrays, *given, *extras])
+    bools = iter(tensors[len(arrays) : len(arrays) + len(given)])
+    return (
+        tensors[: len(arrays)],
+        [None if flag is None else next(bools).bool() for flag in flags],
+        tensors[len(arrays) + len(given) :],
+    )
 
 
-def _valid_rows(valid: np.ndarray | None, rows: int, device: torch.device) -> torch.Tensor:
-    given = _to_bool(valid, device)
+def _valid_rows(given: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
     return torch.ones(rows, dtype=torch.bool, device=device) if given is None else given
 
 
@@ -196,6 +193,8 @@ def build_prefill(
     keep_tokens: int = 0,
     total: np.ndarray | None = None,
     device: torch.device | str = "cpu",
+    staging: Staging | None = None,
+    extras: Sequence[np.ndarray] = (),
 ) -> StepMetadata:
     """Metadata of a prefill step: sequence i brings tokens `[k_i - q_i, k_i)`.
 
@@ -203,10 +202,12 @@ def build_prefill(
     block_tables: int [n, B], at least ⌈k/128⌉ valid columns. input_ids: int [T]. ngram_ids: int [T, G].
     valid, image_mask: bool [T]. valid_start: int [n], first position with window history (default 0).
     truncation, keep_tokens: attention spec §13.2; `total` int [n] is then the whole known length of each
-    sequence. The caller validates with `cache.checks` where the inputs are not its own.
+    sequence. staging: how arrays reach its device, by default afresh to `device`. extras: arrays that go
+    along (integers arrive as int64, floats as float32). The caller validates with `cache.checks` where the
+    inputs are not its own.
     """
-    device = torch.device(device)
-    up = _Upload(device)
+    staging = staging or Staging(device)
+    arrays: list[np.ndarray] = []
     n, window, ring = len(q), layout.window, layout.ring_rows
     q, k, state_ids = q.astype(np.int64), k.astype(np.int64), state_ids.astype(np.int64)
     start = k - q
@@ -214,18 +215,21 @@ def build_prefill(
     seq, j = load_plan.ragged_arange(q, cu)
     pos = start[seq] + j
     state_T, rest = state_ids[seq], k[seq] - pos
-    up.add(input_ids)
-    up.add(pos)
-    up.add(ngram_ids)
-    up.add(seq)
-    up.add(cu)
-    up.add(cu[1:] - 1)
+    arrays.append(input_ids)
+    arrays.append(pos)
+    arrays.append(ngram_ids)
+    arrays.append(seq)
+    arrays.append(cu)
+    arrays.append(cu[1:] - 1)
     swa_store = np.where(rest <= ring, state_T * ring + pos % ring, -1)
-    up.add(swa_store)
-    up.add(np.where(rest <= layout.state_rows, state_T * layout.state_rows + pos % layout.state_rows, -1))
-    up.add(load_plan.window_records(start, state_ids, window, ring, valid_start))
-    up.add(load_plan.window_pivots(q, k, window, valid_start=valid_start))
+    arrays.append(swa_store)
+    arrays.append(
+        np.where(rest <= layout.state_rows, state_T * layout.state_rows + pos % layout.state_rows, -1)
+    )
+    arrays.append(load_plan.window_records(start, state_ids, window, ring, valid_start))
+    arrays.append(load_plan.window_pivots(q, k, window, valid_start=valid_start))
     ks: dict[int, np.ndarray] = {}
+    spans: dict[int, list[tuple[int, int]]] = {}
     for ratio in ratios:
         first, last = start // ratio, k // ratio
         counts = np.maximum(last - first, 1)
@@ -234,22 +238,24 @@ def build_prefill(
         entry = np.where(real, first[owner] + e, 0)
         member = entry[:, None] * ratio + np.arange(ratio)
         before = member < start[owner][:, None]
-        up.add(entry * ratio)
-        up.add(
+        arrays.append(entry * ratio)
+        arrays.append(
             np.where(
                 real, load_plan.entry_slots(block_tables, owner, entry, layout.block_tokens // ratio), -1
             )
         )
-        up.add((pos + 1) // ratio)
+        arrays.append((pos + 1) // ratio)
         rows = (cu[:-1] - start)[owner][:, None] + member
         ring_rows = state_ids[owner][:, None] * layout.state_rows + member % layout.state_rows
-        up.add(np.where(real[:, None] & before, ring_rows, -1))
-        up.add(np.where(real[:, None] & ~before, rows, -1))
+        arrays.append(np.where(real[:, None] & before, ring_rows, -1))
+        arrays.append(np.where(real[:, None] & ~before, rows, -1))
         slots, starts = load_plan.compressed_slots(k, block_tables, ratio, layout.block_tokens)
-        up.add(slots)
+        arrays.append(slots)
         ks[ratio] = starts[:-1]
-        up.add(starts[seq])
-    tensors = iter(up.send())
+        spans[ratio] = list(zip(starts[:-1].tolist(), last.tolist(), strict=True))
+        arrays.append(starts[seq])
+    sent, (valid_T, image_T), more = _send(staging, arrays, (valid, image_mask), extras)
+    tensors = iter(sent)
     meta = StepMetadata(
         is_prefill=True,
         num_seqs=n,
@@ -257,8 +263,8 @@ def build_prefill(
         input_ids=next(tensors),
         positions=next(tensors),
         ngram_ids=next(tensors),
-        valid=_valid_rows(valid, len(pos), device),
-        image_mask=_to_bool(image_mask, device),
+        valid=_valid_rows(valid_T, len(pos), staging.device),
+        image_mask=image_T,
         seq_of_row=next(tensors),
         cu_q=next(tensors),
         last_rows=next(tensors),
@@ -266,6 +272,10 @@ def build_prefill(
         ring_positions=next(tensors),
         swa_history=next(tensors),
         swa_keys=_expand_pivots(next(tensors), window),
+        max_length=int(k.max()),
+        all_valid=valid is None or bool(valid.all()),
+        sequence_rows=cu.tolist(),
+        extras=more,
     )
     for ratio in ratios:
         meta.ratios[ratio] = RatioPlan(
@@ -277,12 +287,15 @@ def build_prefill(
             entry_rows=next(tensors),
             load_slots=next(tensors),
             ks=next(tensors),
+            spans=spans[ratio],
         )
         meta.max_klen[ratio] = int(k.max()) // ratio
     if truncation != "off":
         assert total is not None, "truncation needs the whole known length of each sequence"
         floor = load_plan.replay_floor(total, keep_tokens)
-        meta.consumer = _consumer_plan(meta, q, k, pos, swa_store, ks, layout, valid_start, floor, truncation)
+        meta.consumer = _consumer_plan(
+            meta, q, k, pos, swa_store, ks, layout, valid_start, floor, truncation, staging
+        )
     return meta
 
 
@@ -297,6 +310,7 @@ def _consumer_plan(
     valid_start: np.ndarray | None,
     floor: np.ndarray,
     truncation: TruncationMode,
+    staging: Staging,
 ) -> ConsumerPlan:
     compact = truncation == "compact"
     clip = load_plan.compact_clip(q, k, floor) if compact else np.zeros(len(q), np.int64)
@@ -307,14 +321,10 @@ def _consumer_plan(
     rows = load_plan.exclusive_sums(q)[seq] + clip[seq] + row
     pos = pos[rows]
     store = np.where(pos < floor[seq], -1, swa_store[rows]) if compact else swa_store
-    up = _Upload(meta.positions.device)
-    for array in (rows, pos, seq, cu, cu[1:] - 1, store, pivots):
-        up.add(array)
-    for ratio in ks:
-        up.add((pos + 1) // ratio)
-    for start in ks.values():
-        up.add(start[seq])
-    tensors = iter(up.send())
+    arrays = [rows, pos, seq, cu, cu[1:] - 1, store, pivots]
+    arrays += [(pos + 1) // ratio for ratio in ks]
+    arrays += [start[seq] for start in ks.values()]
+    tensors = iter(staging.send(arrays))
     rows_T = next(tensors)
     return ConsumerPlan(
         rows=rows_T if compact else None,
@@ -344,19 +354,26 @@ def build_decode(
     ngram_ids: np.ndarray,
     valid: np.ndarray | None = None,
     device: torch.device | str = "cpu",
+    staging: Staging | None = None,
+    extras: Sequence[np.ndarray] = (),
+    fixed_shape: bool = False,
 ) -> StepMetadata:
     """Metadata of a decode or verify step: rows of sequence i sit at positions `[k_i - q_i, k_i)`, q ≥ 1.
 
     Arguments as in `build_prefill`; `block_tables` needs the blocks of all k_i tokens, and only columns that
     the longest sequence uses are copied. `valid` is False on placeholder rows (state 0, block 0).
+    fixed_shape: no shape depends on values: only n, T and the power of two above the table's width count.
     """
-    device = torch.device(device)
-    up = _Upload(device)
+    staging = staging or Staging(device)
+    arrays: list[np.ndarray] = []
     n, window, ring, states = len(q), layout.window, layout.ring_rows, layout.state_rows
     k = k.astype(np.int64)
     state_T = state_ids.astype(np.int64)
     longest = int(k.max())
-    tables = block_tables[:, : layout.blocks_for(longest)]
+    columns = layout.blocks_for(longest)
+    if fixed_shape:
+        columns = min(1 << (columns - 1).bit_length(), block_tables.shape[1])
+    tables = block_tables[:, :columns]
     cu = load_plan.exclusive_sums(q)
     if cu[-1] == n:
         seq, pos = np.arange(n), k - 1
@@ -366,21 +383,21 @@ def build_decode(
         state_T = state_T[seq]
     ring_base = state_T * ring
     length = np.minimum(pos + 1, window)
-    up.add(input_ids)
-    up.add(pos)
-    up.add(ngram_ids)
-    up.add(seq)
-    up.add(cu)
-    up.add(cu[1:] - 1)
-    up.add(ring_base + pos % ring)
-    up.add(state_T * states + pos % states)
-    up.add(tables)
-    up.add((pos - length + 1) % ring)
-    up.add(ring_base)
-    short = np.flatnonzero(length < window)
-    up.add(short)
-    up.add(length[short])
+    arrays.append(input_ids)
+    arrays.append(pos)
+    arrays.append(ngram_ids)
+    arrays.append(seq)
+    arrays.append(cu)
+    arrays.append(cu[1:] - 1)
+    arrays.append(ring_base + pos % ring)
+    arrays.append(state_T * states + pos % states)
+    arrays.append(tables)
+    arrays.append((pos - length + 1) % ring)
+    arrays.append(ring_base)
     rows_T = np.arange(len(pos))
+    short = rows_T if fixed_shape else np.flatnonzero(length < window)
+    arrays.append(short)
+    arrays.append(length[short])
     page, at = np.divmod(pos, layout.block_tokens)
     block_T = tables[seq, page].astype(np.int64)
     for ratio in ratios:
@@ -391,16 +408,17 @@ def build_decode(
         closing, members = rows_T, (state_T * states)[:, None] + (first[:, None] + np.arange(ratio)) % states
         if ratio > 1:
             closes = first + ratio - 1 == pos
-            closing = rows_T[closes]
+            closing = rows_T if fixed_shape else rows_T[closes]
             first = np.where(closes, first, 0)
             slots = np.where(closes, slots, -1)
             members = np.where(closes[:, None], members, -1)
-        up.add(first)
-        up.add(slots)
-        up.add(klen)
-        up.add(members)
-        up.add(closing)
-    tensors = iter(up.send())
+        arrays.append(first)
+        arrays.append(slots)
+        arrays.append(klen)
+        arrays.append(members)
+        arrays.append(closing)
+    sent, (valid_T,), more = _send(staging, arrays, (valid,), extras)
+    tensors = iter(sent)
     meta = StepMetadata(
         is_prefill=False,
         num_seqs=n,
@@ -408,7 +426,7 @@ def build_decode(
         input_ids=next(tensors),
         positions=next(tensors),
         ngram_ids=next(tensors),
-        valid=_valid_rows(valid, len(pos), device),
+        valid=_valid_rows(valid_T, len(pos), staging.device),
         image_mask=None,
         seq_of_row=next(tensors),
         cu_q=next(tensors),
@@ -416,14 +434,17 @@ def build_decode(
         swa_store=next(tensors),
         ring_positions=next(tensors),
         block_tables=(tables_nB := next(tensors)),
-        swa_keys=_ring_windows(window, ring, device).index_select(0, next(tensors)),
+        swa_keys=_ring_windows(window, ring, staging.device).index_select(0, next(tensors)),
+        max_length=longest,
+        all_valid=valid is None or bool(valid.all()),
+        extras=more,
     )
     if cu[-1] != n:  # rows of a sequence share its table: one copy goes up, the device spreads it
         meta.block_tables = tables_nB.index_select(0, meta.seq_of_row)
     meta.swa_keys.add_(next(tensors).unsqueeze(1))
     short_S, length_S = next(tensors), next(tensors)
     if len(short):
-        column = torch.arange(window, device=device)
+        column = torch.arange(window, device=staging.device)
         keys_SW = meta.swa_keys.index_select(0, short_S)
         keys_SW.masked_fill_(column >= length_S.unsqueeze(1), -1)
         meta.swa_keys.index_copy_(0, short_S, keys_SW)
@@ -436,5 +457,5 @@ def build_decode(
             entry_ring=next(tensors),
             closing=next(tensors),
         )
-        meta.max_klen[ratio] = longest // ratio
+        meta.max_klen[ratio] = (columns * layout.block_tokens if fixed_shape else longest) // ratio
     return meta
