@@ -1,15 +1,17 @@
-"""Golden models and a driver that runs sequences through real cache pools, chunk by chunk and step by step."""
+"""Golden models and a driver that runs sequences through real cache pools, by chunks and by steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from deepinfer_ray.cache.layout import CacheLayout
 from deepinfer_ray.cache.metadata import build_decode, build_prefill
 from deepinfer_ray.cache.pool import CachePools
@@ -18,7 +20,6 @@ from deepinfer_ray.model.v41 import TextModel
 from deepinfer_ray.model.weights import load_text_model
 from deepinfer_ray.ops.engram import ngram_window
 from deepinfer_ray.ops.numerics import Numerics
-from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
@@ -104,6 +105,7 @@ class Driver:
         prefill: bool,
         image_mask: np.ndarray | None = None,
         valid: np.ndarray | None = None,
+        embeds: torch.Tensor | None = None,
     ) -> Result:
         """Run the next `counts[i]` tokens of each sequence in one step."""
         q = np.array(counts)
@@ -132,7 +134,7 @@ class Driver:
             meta = build_decode(self.layout, ratios, **common)
         capture: dict[str, torch.Tensor] = {}
         with torch.inference_mode():
-            out = self.model(meta, self.pools, with_taps=True, capture=capture)
+            out = self.model(meta, self.pools, with_taps=True, embeds=embeds, capture=capture)
             logits = self.model.logits(out.hidden)
         for sequence, end in zip(sequences, k, strict=True):
             sequence.length = int(end)
@@ -181,34 +183,78 @@ class Driver:
         return out
 
 
-@pytest.fixture(scope="session")
-def golden() -> Callable[[str, str], dict[str, torch.Tensor]]:
-    return expected
-
-
-@pytest.fixture(scope="session")
-def model_of() -> Callable[..., TextModel]:
-    return load_model
-
-
-@pytest.fixture(scope="session")
-def driver_of() -> Callable[..., Driver]:
-    """`driver_of(kind, mode, variant, dense, **driver arguments)` on a golden model with its token map."""
-
-    def make(
-        kind: str, mode: str, variant: str = "engine", dense: bool = False, budget: int = 1 << 30, **args
-    ) -> Driver:
-        model = load_model(kind, mode, variant, dense, budget)
-        return Driver(model, token_map=expected_map(kind), **args)
-
-    return make
-
-
 def expected_map(kind: str) -> np.ndarray:
     """Token id -> compressed id of a golden model."""
-    names = ("engram.token_map", "promptless.engram.token_map")
-    tensors = expected(kind, "exact")
-    for name in names:
-        if name in tensors:
-            return tensors[name].numpy()
-    return np.arange(512)
+    return expected(kind, "exact")["engram.token_map"].numpy()
+
+
+def relative_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """float64 relative error of each row (token)."""
+    a, b = (x.to(torch.float64).reshape(x.shape[0], -1) for x in (got, want))
+    return (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-30)
+
+
+def sorted_sets(ids: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """Rows of ids as ascending sets, cut to the last `width` columns (the first ones are -1 padding)."""
+    ids = ids.long().sort(-1).values
+    return ids if width is None else ids[:, ids.shape[1] - width :]
+
+
+def ulp_distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Distance in bf16 steps of two tensors of bf16-representable values (signed zeros are equal)."""
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        bits = x.to(torch.bfloat16).contiguous().view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return (ordered(got) - ordered(want)).abs()
+
+
+@dataclass
+class GoldenRun:
+    """One prefill and the decode steps of a golden run."""
+
+    tensors: dict[str, torch.Tensor]
+    prefill: Result
+    decode: list[Result]
+    length: int
+    positions: torch.Tensor
+    driver: Driver
+    sequence: Sequence
+
+
+@cache
+def golden_run(kind: str, mode: str, variant: str, run: str) -> GoldenRun:
+    """The golden prompt in one chunk, then its forced decode tokens."""
+    tensors = expected(kind, "exact" if mode == "exact" else "official")
+    model = load_model(kind, mode, variant, run == "dense")
+    driver = Driver(model, token_map=expected_map(kind))
+    ids, length = tensors["input_ids"].numpy(), int(tensors["prompt_len"])
+    sequence = driver.add(ids)
+    prefill = driver.prefill(sequence, length)[0]
+    decode = [driver.decode([sequence]) for _ in range(len(ids) - length - 1)]
+    return GoldenRun(tensors, prefill, decode, length, tensors["positions"].long(), driver, sequence)
+
+
+class Harness:
+    """What tests of the model share; a fixture, because test directories are not packages."""
+
+    Driver = Driver
+    expected = staticmethod(expected)
+    expected_map = staticmethod(expected_map)
+    load_model = staticmethod(load_model)
+    golden_run = staticmethod(golden_run)
+    relative_errors = staticmethod(relative_errors)
+    sorted_sets = staticmethod(sorted_sets)
+    ulp_distance = staticmethod(ulp_distance)
+
+    @staticmethod
+    def driver(kind: str, mode: str, variant: str = "engine", budget: int = 1 << 30, **args: Any) -> Driver:
+        """Fresh pools around a golden model."""
+        model = load_model(kind, mode, variant, budget=budget)
+        return Driver(model, token_map=expected_map(kind), **args)
+
+
+@pytest.fixture(scope="session")
+def harness() -> type[Harness]:
+    return Harness
