@@ -1,4 +1,4 @@
-"""Mode `exact` against the tight golden tensors: all backbone tensors, prefill and decode, dense and sparse."""
+"""Mode `exact` against the tight golden tensors: the whole backbone, prefill and decode, dense and sparse."""
 
 import numpy as np
 import pytest
