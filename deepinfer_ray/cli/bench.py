@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,9 +15,14 @@ from deepinfer_ray.errors import ConfigError
 
 BENCHES = {
     "peer": ("deepinfer_ray.bench.peer", "CPU tokens/s of a tiny checkpoint beside transformers"),
+    "policy": (
+        "deepinfer_ray.bench.policy",
+        "scheduling policies of a lock-step fleet on a simulated clock (about a minute)",
+    ),
     "scheduler": ("deepinfer_ray.bench.scheduler", "host time of a decode step at 32…512 sequences"),
 }
-"""name -> (module with `run() -> list[dict]`, what it measures)."""
+"""name -> (module with `run() -> list[dict]`, what it measures). A module may also have
+`plots(rows, directory) -> list[Path]`."""
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -37,6 +43,9 @@ def bench(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also write the benchmark's plots (SVG) into this directory.")
+    ] = None,
 ) -> None:
     """Measure something on this machine and print the figures."""
     from deepinfer_ray.bench.machine import report
@@ -44,7 +53,13 @@ def bench(
     if name not in BENCHES:
         known = "; ".join(f"{known} ({about})" for known, (_, about) in BENCHES.items())
         raise ConfigError(f"there is no benchmark {name!r}; choose one of: {known}")
-    result = report(name, importlib.import_module(BENCHES[name][0]).run())
+    module = importlib.import_module(BENCHES[name][0])
+    if out is not None and not hasattr(module, "plots"):
+        raise ConfigError(f"the benchmark {name} draws no plots; leave out --out")
+    result = report(name, module.run())
+    if out is not None:
+        for path in module.plots(result["rows"], out):
+            typer.echo(f"wrote {path}", err=True)
     if as_json:
         typer.echo(json.dumps(result))
     else:
