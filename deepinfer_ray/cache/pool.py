@@ -251,6 +251,8 @@ class CachePools:
         tensor = torch.as_tensor(ids, dtype=torch.int64)
         if tensor.numel() and not (int(tensor.min()) >= 0 and int(tensor.max()) < limit):
             raise ValueError(f"{what} ids {tensor.tolist()} are outside [0, {limit})")
+        if self.device.type == "cuda":  # from ordinary memory the copy would wait for the device
+            return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
     def _check_bytes(self, data: torch.Tensor, shape: tuple[int, ...], what: str) -> None:

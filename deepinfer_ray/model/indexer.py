@@ -121,15 +121,13 @@ class Indexer(nn.Module):
             return self._score(q_Thc, weights_Th, keys)
         plan = ctx.meta.ratios[self.ratio]
         assert plan.load_slots is not None
-        assert plan.ks is not None
         keys = ctx.pools.load_index_keys(self.key_source, plan.load_slots)
         scores = q_Thc.new_full((q_Thc.shape[0], round_up(max(1, ctx.max_klen[self.ratio]))), float("-inf"))
-        bounds = ctx.sequence_rows
-        starts, lengths = plan.ks.tolist(), plan.klen.tolist()
-        for first, end in itertools.pairwise(bounds):
-            if first == end or not lengths[end - 1]:
+        bounds = itertools.pairwise(ctx.meta.sequence_rows)
+        for (first, end), (start, length) in zip(bounds, plan.spans, strict=True):
+            if first == end or not length:
                 continue
-            own = keys[starts[first] : starts[first] + lengths[end - 1]]
+            own = keys[start : start + length]
             scores[first:end, : own.shape[0]] = self._score(q_Thc[first:end], weights_Th[first:end], own)
         return scores
 

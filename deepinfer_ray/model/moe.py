@@ -22,6 +22,9 @@ from deepinfer_ray.ops.linear import ROW_TILE, linear, pad_dim, round_up
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.parallel.expert_exchange import ExpertExchange, LocalExchange
 
+DEVICE_BYTES = 256 << 20
+"""Memory for the products of one group of rows or experts on a device other than a CPU."""
+
 
 class ExpertProducts(Protocol):
     """Both products of the local experts for (row, slot) pairs."""
@@ -61,9 +64,28 @@ class StackedExperts(nn.Module):
         self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
     ) -> torch.Tensor:
         """Rows lie in a buffer of equally many rows for each expert; what else lies there changes no bit."""
+        if x_TD.device.type == "cpu":
+            return self.tile(x_TD, experts_Tk, weights_Tk, act, count=True)
+        # How full the fullest expert is stands on the device: every buffer takes a whole tile of rows.
+        width = self.w13.shape[2]
+        tile = max(ROW_TILE, DEVICE_BYTES // (4 * self.experts * width) // ROW_TILE * ROW_TILE)
+        tiles = zip(x_TD.split(tile), experts_Tk.split(tile), weights_Tk.split(tile), strict=True)
+        parts = [self.tile(*part, act, count=False) for part in tiles]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def tile(
+        self,
+        x_TD: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        act: Activation,
+        *,
+        count: bool,
+    ) -> torch.Tensor:
+        """`forward` of all rows at once. count: look how many rows the fullest expert has; the host waits."""
         rows, slots = experts_Tk.shape
         capacity = round_up(max(rows, 1))
-        if rows > ROW_TILE:
+        if count and rows > ROW_TILE:
             flat = experts_Tk.reshape(-1).clamp_min(0)
             place, fullest = _places(flat, self.experts)
             capacity = min(capacity, round_up(fullest))
@@ -121,6 +143,8 @@ class PackedExperts(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
     ) -> torch.Tensor:
+        if x_TD.device.type != "cpu":
+            return self.all_experts(x_TD, experts_Tk, weights_Tk, act)
         slots = experts_Tk.shape[1]
         flat, weights = experts_Tk.reshape(-1), weights_Tk.reshape(-1, 1)
         out = x_TD.new_zeros(flat.numel(), x_TD.shape[1])
@@ -130,6 +154,33 @@ class PackedExperts(nn.Module):
             inner = act(linear(x_TD[pairs // slots], w13), weights[pairs])
             w2 = dequant_mxfp4_weight(self.w2[expert], self.w2_scale[expert])
             out = out.index_copy(0, pairs, linear(inner, w2))
+        return out
+
+    def all_experts(
+        self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
+    ) -> torch.Tensor:
+        """`forward` without asking the device which experts are hit: all take part, a few at a time."""
+        rows, slots = experts_Tk.shape
+        flat, weights = experts_Tk.reshape(-1), weights_Tk.reshape(-1, 1)
+        row = torch.arange(rows, device=flat.device).repeat_interleave(slots)
+        x_CD = pad_dim(x_TD, 0)
+        capacity, hidden, width = x_CD.shape[0], x_CD.shape[1], self.w2.shape[2] * 2
+        out = x_TD.new_zeros(flat.numel(), hidden)
+        group = max(1, DEVICE_BYTES // (4 * width * max(3 * hidden, 2 * capacity)))
+        for first in range(0, self.experts, group):
+            count = min(group, self.experts - first)
+            these = slice(first, first + count)
+            local = flat - first
+            mine = (local >= 0) & (local < count)
+            place = torch.where(mine, local * capacity + row, count * capacity)  # the last row is nobody's
+            w13 = dequant_mxfp4_weight(self.w13[these], self.w13_scale[these]).transpose(1, 2)
+            pairs = torch.bmm(x_CD.expand(count, -1, -1), w13).view(-1, 2 * width)
+            inner = act(pairs.index_select(0, place.clamp_max(count * capacity - 1)), weights)
+            spread = inner.new_zeros(count * capacity + 1, width).index_copy_(0, place, inner)
+            w2 = dequant_mxfp4_weight(self.w2[these], self.w2_scale[these]).transpose(1, 2)
+            done = torch.bmm(spread[:-1].view(count, capacity, width), w2).view(-1, hidden)
+            done = done.index_select(0, place.clamp_max(count * capacity - 1))
+            out = torch.where(mine.unsqueeze(-1), done, out)
         return out
 
 

@@ -72,8 +72,6 @@ class StepContext:
     entries: dict[int, EntryPlan]
     max_klen: dict[int, int]
     """ratio -> most entries visible to a row."""
-    sequence_rows: list[int]
-    """Prefill: exclusive prefix sums of rows a sequence, on the host."""
     selection: Selection | None = None
     candidates: torch.Tensor | None = None
     """[T, B] candidate blocks of the candidate source; None = every visible entry is a candidate."""
@@ -137,9 +135,8 @@ def build_context(
     capture: dict[str, torch.Tensor] | None = None,
 ) -> StepContext:
     """Everything that layers share in this step."""
-    last = int(meta.positions.max()) + 1 if meta.num_rows else 1
-    plain.reserve(last)
-    compressed.reserve(last)
+    plain.reserve(meta.max_length)
+    compressed.reserve(meta.max_length)
     present = meta.swa_keys >= 0
     if meta.is_prefill:
         assert meta.swa_history is not None
@@ -155,9 +152,8 @@ def build_context(
         window_bias=validity_bias(present),
         window_index=index,
         window_store=pools.window_rows(meta.swa_store.clamp_min(0)),
-        valid=None if bool(meta.valid.all()) else meta.valid,
+        valid=None if meta.all_valid else meta.valid,
         entries={ratio: _entry_plan(meta, plan, compressed) for ratio, plan in meta.ratios.items()},
         max_klen=meta.max_klen,
-        sequence_rows=meta.cu_q.tolist() if meta.is_prefill else [],
         capture=capture,
     )

@@ -84,8 +84,8 @@ class TextModel(nn.Module):
                 scaling.beta_slow,
             )
         self._tables = (
-            RopeTable(plain.to(device), self.max_positions),
-            RopeTable(compressed.to(device), self.max_positions),
+            RopeTable(plain, self.max_positions, device),
+            RopeTable(compressed, self.max_positions, device),
         )
         self._hash = EngramHash(self.config.engram, device) if text.has_engram else None
 

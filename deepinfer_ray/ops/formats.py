@@ -11,6 +11,7 @@ multiple of the group. Every function works on any device; casts round to neares
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -30,7 +31,6 @@ KV_FLOOR = 6.0 * 2.0**-9
 """Least amax of a compressed-KV group (attention spec §9.3): its e4m3 scale is then the smallest, 2^-9."""
 
 WEIGHT_BLOCK = 32
-
 
 
 def _f32(value: float) -> torch.Tensor:
@@ -86,6 +86,12 @@ def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
     return quantized
 
 
+def _table(values: Iterable[int] | Iterable[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A cached table, usable everywhere; made without waiting for the device: the first use is in a step."""
+    with torch.inference_mode(False):
+        return torch.tensor(list(values), dtype=dtype).to(device, non_blocking=True)
+
+
 @functools.cache
 def _e2m1_bounds(device: torch.device) -> torch.Tensor:
     """Ascending int32 bounds between e2m1 codes on raw float32 bits.
@@ -101,21 +107,19 @@ def _e2m1_bounds(device: torch.device) -> torch.Tensor:
     positive = [bits(value) - up for value, up in _E2M1_MIDPOINTS]
     infinity = bits(float("inf"))
     negative = [bound - 2**31 for bound in (*positive, infinity)]
-    return torch.tensor([*negative, -1, *positive], dtype=torch.int32, device=device)
+    return _table([*negative, -1, *positive], torch.int32, device)
 
 
 @functools.cache
 def _e2m1_codes(device: torch.device) -> torch.Tensor:
     """Code of each interval of `_e2m1_bounds`: -0 … -6, negative NaN (as 6), +0 … +6 and NaN."""
-    return torch.tensor([*range(8, 16), 7, *range(8)], dtype=torch.uint8, device=device)
+    return _table([*range(8, 16), 7, *range(8)], torch.uint8, device)
 
 
 @functools.cache
 def _e2m1_values(device: torch.device) -> torch.Tensor:
     """float32 [16]: the value of every e2m1 code."""
-    return torch.tensor(
-        [*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], dtype=torch.float32, device=device
-    )
+    return _table([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], torch.float32, device)
 
 
 @functools.cache
@@ -132,7 +136,8 @@ def _e2m1_pairs(device: torch.device) -> torch.Tensor:
 @functools.cache
 def _e4m3_values(device: torch.device) -> torch.Tensor:
     """float32 [256]: the value of every e4m3fn code (0x7f and 0xff are NaN)."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).to(device)
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    return _table(values.tolist(), torch.float32, device)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -57,9 +57,8 @@ def select_top(scores_TN: torch.Tensor, valid_TN: torch.Tensor, k: int) -> torch
     Equal scores at the threshold: the lowest column wins (ours; attention spec §5.4).
     """
     rows, width = scores_TN.shape
-    out = torch.full((rows, k), -1, dtype=torch.int64, device=scores_TN.device)
     if width == 0:
-        return out
+        return torch.full((rows, k), -1, dtype=torch.int64, device=scores_TN.device)
     if width <= k:
         chosen = valid_TN
     else:
@@ -69,10 +68,11 @@ def select_top(scores_TN: torch.Tensor, valid_TN: torch.Tensor, k: int) -> torch
         equal = (masked == threshold) & valid_TN
         room = k - above.sum(-1, keepdim=True)
         chosen = above | (equal & (equal.cumsum(-1) <= room))
-    row, column = chosen.nonzero(as_tuple=True)
-    place = (chosen.cumsum(-1) - 1)[row, column]
-    out[row, place] = column
-    return out
+    # Not nonzero: the host would wait for the device to learn how many there are. Column k is for the rest.
+    place = (chosen.cumsum(-1) - 1).masked_fill_(~chosen, k)
+    out = torch.full((rows, k + 1), -1, dtype=torch.int64, device=scores_TN.device)
+    columns = torch.arange(width, device=scores_TN.device).expand(rows, -1)
+    return out.scatter_(1, place, columns)[:, :k]
 
 
 def block_scores(scores_TN: torch.Tensor, klen_T: torch.Tensor, size: int) -> torch.Tensor:

@@ -44,23 +44,28 @@ def yarn_frequencies(
 
 
 class RopeTable:
-    """Cosines and sines of one set of frequencies, spread over pairs and grown on demand.
+    """Cosines and sines of one set of frequencies, spread over pairs; on a CPU grown on demand.
+
+    Elsewhere all positions are there from the start: a table never moves and a step copies none. Values come
+    from the CPU, so that they are the same on every device.
 
     Row p holds `cos` as (c0, c0, c1, c1, …) and `sin` as (-s0, s0, -s1, s1, …), so that a rotation is two
     products and one sum.
     """
 
-    def __init__(self, frequencies: torch.Tensor, max_positions: int) -> None:
-        self.frequencies = frequencies
+    def __init__(
+        self, frequencies: torch.Tensor, max_positions: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """frequencies: float32 [R/2] on the CPU."""
+        self.frequencies, self.device = frequencies, torch.device(device)
         self.max_positions = max_positions
-        self._build(min(max_positions, _FIRST_ROWS))
+        self._build(min(max_positions, _FIRST_ROWS) if self.device.type == "cpu" else max_positions)
 
     def _build(self, rows: int) -> None:
-        positions = torch.arange(rows, dtype=torch.float32, device=self.frequencies.device)
-        angles = positions[:, None] * self.frequencies
-        self._cos = torch.cos(angles).repeat_interleave(2, dim=-1)
+        angles = torch.arange(rows, dtype=torch.float32)[:, None] * self.frequencies
+        self._cos = torch.cos(angles).repeat_interleave(2, dim=-1).to(self.device)
         sin = torch.sin(angles)
-        self._sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
+        self._sin = torch.stack((-sin, sin), dim=-1).flatten(-2).to(self.device)
         self.rows = rows
 
     def reserve(self, rows: int) -> None:
