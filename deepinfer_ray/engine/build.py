@@ -103,6 +103,7 @@ def build_engine(
     device: str | None = None,
     *,
     timeline: Timeline | None = None,
+    rank: int = 0,
 ) -> Engine:
     """The engine of one rank on its own, weights loaded, caches allocated.
 
@@ -126,4 +127,5 @@ def build_engine(
         compress=parts.compress,
         defaults=parts.defaults,
         timeline=timeline,
+        rank=rank,
     )

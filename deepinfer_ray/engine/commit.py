@@ -114,7 +114,8 @@ class Committer:
             table.accepted[rows] = count
             result.num_drafts_verified = int(plan.q[select].sum()) - len(rows)
             result.num_drafts_accepted = int(count.sum())
-            count += 1
+            result.verified_each, result.accepted_each = plan.q[select] - 1, count
+            count = count + 1
         else:
             tokens = sampled.reshape(-1, 1).astype(np.int32, copy=False)
             count = np.ones(len(rows), np.int32)

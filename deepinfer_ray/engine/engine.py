@@ -8,22 +8,32 @@ One thread calls it.
 from __future__ import annotations
 
 import dataclasses
+import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.detokenizer import TextStream, TokenTable
+from deepinfer_ray.engine.flops import FlopModel, peak_tflops
+from deepinfer_ray.engine.gc_policy import GcPolicy
 from deepinfer_ray.engine.phase_vote import VoteGroup
+from deepinfer_ray.engine.profile_http import ProfileServer
+from deepinfer_ray.engine.profiling import DEFAULT_STEPS, Profiler, visible_gpu
 from deepinfer_ray.engine.request import Request, RequestResult, as_token_ids
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Status, Terminal
 from deepinfer_ray.engine.settings import SchedulerSettings
-from deepinfer_ray.engine.stats import EngineStats
+from deepinfer_ray.engine.stats import WINDOW_STEPS, EngineStats
+from deepinfer_ray.engine.stats_log import PROMPT_INTERVAL, StatsLog, memory_outside_torch
 from deepinfer_ray.engine.step_loop import Model, StepLoop
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.errors import ConfigError, RowError
@@ -53,10 +63,12 @@ class Engine:
         settings: SchedulerSettings | None = None,
         votes: VoteGroup | None = None,
         timeline: Timeline | None = None,
+        rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """compress: int32 token id -> Engram id, None for a model without Engram. settings: instead of those
-        that `config` gives. votes: the data-parallel group, None = a rank on its own."""
+        that `config` gives. votes: the data-parallel group, None = a rank on its own. rank: its number in
+        logs and file names."""
         self.config, self.model, self.pools = config, model, pools
         self.vocab_size = model.config.text.vocab_size
         ends = (defaults or GenerationDefaults()).eos_token_ids or (model.config.eos_token_id,)
@@ -85,8 +97,38 @@ class Engine:
             placeholders=self._lockstep,
             timeline=timeline,
         )
-        self._stats = EngineStats(clock=clock)
         self._refused: list[RequestResult] = []
+        self._observe(rank, clock)
+
+    def _observe(self, rank: int, clock: Callable[[], float]) -> None:
+        """What watches the steps: statistics, their log, the profiler, the collector."""
+        options, device = self.config.observability, torch.device(self.pools.device)
+        interval = options.log_interval if options.log_stats else 0
+        if self.settings.role == "prompt":
+            interval = min(interval, PROMPT_INTERVAL)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        self._stats = EngineStats(
+            clock=clock,
+            window=interval if interval > 0 else WINDOW_STEPS,
+            flops=FlopModel.build(self.model.config, self.config.numerics),
+            peak_tflops=peak_tflops(name, arm_host=platform.machine() == "aarch64"),
+            cp=self.settings.cp,
+            load_window=self.config.eplb.stat_interval,
+        )
+        self._stats_log = StatsLog(
+            interval,
+            rank=rank,
+            memory_interval=options.nccl_mem_interval,
+            memory=partial(memory_outside_torch, device),
+        )
+        self.gc = GcPolicy(self.config.runtime.gc_interval, self.settings.role)
+        self.loop.before_sample = self.gc.step
+        http = options.profile_http
+        gpu = visible_gpu(device, fallback=rank)
+        self.profiler = Profiler(self.loop.timers, output_dir=http.output_dir, gpu_id=gpu, rank=rank)
+        self.profile_server = (
+            ProfileServer.start(self.profiler, http.host, http.port_base) if http.enabled else None
+        )
 
     def _check_pools(self) -> None:
         settings, pools = self.settings, self.pools
@@ -162,11 +204,22 @@ class Engine:
         results, self._refused = self._refused, []
         if self._lockstep or self.scheduler.has_unfinished or self.loop.has_in_flight:
             started = self._stats.clock()
+            self.profiler.before_step()
             terminals = self.loop.step()
-            assert self.loop.last_plan is not None
-            self._stats.record_step(self.loop.last_plan, self.loop.take_commits(), started)
+            goes_on = self._lockstep or self.scheduler.has_unfinished or self.loop.has_in_flight
+            self.profiler.after_step(goes_on)
+            self._record(started, goes_on)
             results += [self._result(terminal) for terminal in terminals]
         return results
+
+    def _record(self, started: float, goes_on: bool) -> None:
+        stats, plan = self._stats, self.loop.last_plan
+        assert plan is not None
+        stats.record_step(
+            plan, self.loop.take_commits(), started, goes_on=goes_on and self.settings.overlapped
+        )
+        if self._stats_log.due(stats.steps):
+            self._stats_log.put(stats.capture(self.scheduler), self.loop.timers.take())
 
     def has_unfinished(self) -> bool:
         """Whether another step is needed here."""
@@ -188,6 +241,29 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """A JSON-able picture of this rank (spec/engine.md §9.6)."""
         return self._stats.snapshot(self.scheduler)
+
+    def pulse(self) -> dict[str, Any]:
+        """Totals and gauges of this moment, JSON-able; cheap enough for once a second."""
+        return self._stats.pulse(self.scheduler)
+
+    def profile(self, num_steps: int = DEFAULT_STEPS, output_dir: str | Path | None = None) -> Future[Path]:
+        """Profile the next `num_steps` steps (1 … 50), fewer if the work ends: a torch trace, and beside it
+        `…-timeline.json`, the parts of each step; both for chrome://tracing or Perfetto.
+
+        Any thread may call. The future gives the trace's path once it is written. Raises `ValueError`, and
+        `ProfileBusyError` while another profile is queued or running. output_dir: None =
+        `observability.profile_http.output_dir`, else the system's temporary directory.
+        """
+        return self.profiler.request(num_steps, output_dir)
+
+    def close(self) -> None:
+        """Ends the threads of logs and profiles; may be called twice. No step may follow."""
+        if self.profile_server is not None:
+            self.profile_server.close()
+            self.profile_server = None
+        self.profiler.close()
+        self._stats_log.close()
+        self.gc.release_process()
 
     def check_integrity(self) -> None:
         """`IntegrityError` unless the scheduler's books balance."""

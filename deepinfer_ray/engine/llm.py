@@ -71,7 +71,7 @@ class _InProcess:
         return [result for result in results if result is not None]
 
     def close(self) -> None:
-        return None
+        self.engine.close()
 
 
 class LLM:

@@ -110,3 +110,9 @@ class CommitResult:
     terminals: list[Terminal] = field(default_factory=list)
     num_drafts_verified: int = 0
     num_drafts_accepted: int = 0
+    verified_each: np.ndarray | None = None
+    """int32 [m] drafts that each of `rows` had verified; None without drafts."""
+    accepted_each: np.ndarray | None = None
+    """int32 [m] drafts of them that were accepted."""
+    confidence_error: float | None = None
+    """Sum of |acceptance probability - confidence| over the verified drafts, where it is known."""

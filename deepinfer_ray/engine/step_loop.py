@@ -8,7 +8,8 @@ Both loops give the same tokens.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from deepinfer_ray.engine.plan import CommitResult, StepOutputs, StepPlan
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Terminal
 from deepinfer_ray.engine.timeline import Timeline
+from deepinfer_ray.engine.timers import StepTimers
 from deepinfer_ray.errors import ConfigError
 
 SCORE_BYTES = 64 << 20
@@ -119,7 +121,9 @@ class StepLoop:
         self.model, self.pools, self.scheduler = model, pools, scheduler
         self.table, self.device = scheduler.table, pools.device
         self.overlapped = scheduler.settings.overlapped
-        self.timeline = timeline
+        self.timers = StepTimers(pools.device, timeline)
+        self.before_sample: Callable[[], None] | None = None
+        """Called in every step once its forward is launched: the time for host work that nobody waits for."""
         self._placeholders = placeholders
         text, topology = model.config.text, model.config.topology
         self._ratios = topology.ratios
@@ -189,7 +193,7 @@ class StepLoop:
     # -- schedule, launch -------------------------------------------------------------------------------
 
     def _span(self, name: str, step: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.timeline is None else self.timeline.span(name, step)
+        return self.timers.span(name, step)
 
     def _schedule(self) -> StepPlan:
         with self._span("schedule", self.num_steps + 1):
@@ -282,6 +286,8 @@ class StepLoop:
 
     def _sample(self, flight: Flight) -> None:
         """Launches sampling; everything before the sampled tokens is committed by now."""
+        if self.before_sample is not None:
+            self.before_sample()
         plan, hidden = flight.plan, flight.hidden
         if hidden is None or flight.last_rows is None:
             return

@@ -28,7 +28,11 @@ class Timeline:
         try:
             yield
         finally:
-            self._spans.append((name, step, start, self._clock()))
+            self.add(name, step, start, self._clock())
+
+    def add(self, name: str, step: int, start: float, end: float) -> None:
+        """Records a span that is over; seconds of a clock that all spans share."""
+        self._spans.append((name, step, start, end))
 
     @property
     def spans(self) -> list[tuple[str, int, float, float]]:
