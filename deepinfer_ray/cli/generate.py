@@ -60,6 +60,7 @@ _METAVARS = {
     "--config": "FILE",
     "--set": "KEY=VALUE",
     "--stop": "TEXT",
+    "--reasoning-effort": "EFFORT",
     "--output-prefix": "TEXT",
     "--allow-changed": None,
     "--retry-errors": None,
@@ -104,7 +105,7 @@ def generate(
         _Text, _flag("--token-ids-column", "Column of token id lists, used as they are.", _ROWS)
     ] = None,
     messages_column: Annotated[
-        _Text, _flag("--messages-column", "Column of chat messages (not in this version).", _ROWS)
+        _Text, _flag("--messages-column", "Column of chat messages: list of structs, or JSON text.", _ROWS)
     ] = None,
     id_column: Annotated[
         _Text, _flag("--id-column", "Column of unique row ids (default: file#rowgroup:row).", _ROWS)
@@ -114,16 +115,21 @@ def generate(
         _flag("--sampling-column", "Column with a row's own parameters: struct, map or JSON text.", _ROWS),
     ] = None,
     schema_column: Annotated[
-        _Text, _flag("--schema-column", "Column of JSON schemas (not in this version).", _ROWS)
+        _Text, _flag("--schema-column", "Column of JSON schemas (rows with one: bad_schema so far).", _ROWS)
     ] = None,
     tools_column: Annotated[
-        _Text, _flag("--tools-column", "Column of tool lists (not in this version).", _ROWS)
+        _Text, _flag("--tools-column", "Column of a chat row's tools: list of structs, or JSON text.", _ROWS)
+    ] = None,
+    chat_column: Annotated[
+        _Text,
+        _flag("--chat-column", "Column of a chat row's own options: struct, map or JSON text.", _ROWS),
     ] = None,
     image_column: Annotated[
         _Text, _flag("--image-column", "Column of images (not in this version).", _ROWS)
     ] = None,
     max_tokens: Annotated[
-        _Whole, _flag("--max-tokens", "Tokens of a completion at most (default: 256).", _SAMPLING)
+        _Whole,
+        _flag("--max-tokens", "Tokens of a completion at most (default: 256; chat rows more).", _SAMPLING),
     ] = None,
     temperature: Annotated[
         _Real, _flag("--temperature", "0 = always the likeliest token (default: 1).", _SAMPLING)
@@ -139,6 +145,10 @@ def generate(
     ] = None,
     stop: Annotated[
         list[str] | None, _flag("--stop", "Text that ends a completion; may be repeated.", _SAMPLING)
+    ] = None,
+    reasoning_effort: Annotated[
+        _Text,
+        _flag("--reasoning-effort", "Of chat rows: low, high, max, 1 to 100; none = no thinking.", _SAMPLING),
     ] = None,
     num_drafts: Annotated[
         _Whole, _flag("--num-drafts", "Speculative draft tokens a step; 0 = off.", _ENGINE)

@@ -53,6 +53,23 @@ class JobSampling(Section):
         return value
 
 
+class JobChat(Section):
+    """Chat options of rows that bring none of their own (spec/chat.md §2, §10)."""
+
+    thinking: bool = True
+    reasoning_effort: int | str | None = None
+    """1 to 100 or a name; `none` switches thinking off."""
+    drop_thinking: bool = True
+    """Leave the reasoning of earlier turns out of the prompt."""
+    api_sampling: bool = False
+    """Sample as the public API does: thinking at temperature 1 and top_p of at least 0.95, else top_p 1."""
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _number(cls, value: int | str | None) -> int | str | None:
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 class JobConfig(Section):
     """One run of `generate`."""
 
@@ -67,8 +84,11 @@ class JobConfig(Section):
     sampling_column: str | None = None
     schema_column: str | None = None
     tools_column: str | None = None
+    chat_column: str | None = None
+    """Column of a row's own chat options, e.g. {"thinking": false}."""
     image_column: str | None = None
     sampling: JobSampling = JobSampling()
+    chat: JobChat = JobChat()
     rows_per_part: int = Field(256, ge=1)
     """Rows of an output part at most; a kill costs the rows of the open parts. Fixed at the first start."""
     part_bytes: int = Field(64 << 20, ge=1)

@@ -187,7 +187,9 @@ class _Run:
         return Runner(
             feeder=Feeder(parts, encoder, queue_rows=QUEUE_ROWS, max_open_bytes=job.max_open_bytes),
             backend=backend,
-            writer=PartWriter(job.sampling.n, job.output_prefix or "", self._provenance()),
+            writer=PartWriter(
+                job.sampling.n, job.output_prefix or "", self._provenance(), self._prepared.reader()
+            ),
             ledger=self._ledger,
             lease=self._lease,
             progress=self._progress,

@@ -10,14 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinfer_ray.chat.encoding import ChatEncoder
+from deepinfer_ray.chat.options import ChatOptions
+from deepinfer_ray.chat.parsing import CompletionParser
 from deepinfer_ray.chat.text import TextEncoder
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
 from deepinfer_ray.engine.defaults import GenerationDefaults
-from deepinfer_ray.errors import ConfigError
-from deepinfer_ray.job.encode import Columns, Encoder, RowRules
+from deepinfer_ray.errors import ConfigError, RowError
+from deepinfer_ray.job.chat_rows import ChatPrompts, ChatRules
+from deepinfer_ray.job.columns import Columns
+from deepinfer_ray.job.completion import CompletionReader
+from deepinfer_ray.job.encode import Encoder, RowRules
 from deepinfer_ray.job.plan import InputPlan, plan_input
+from deepinfer_ray.job.prompts import PromptKind, RowSize, TextPrompts, TokenPrompts
 from deepinfer_ray.job.schema import check_names
 from deepinfer_ray.job.store import resolve
 
@@ -35,14 +42,36 @@ class RowSetup:
     model_dir: Path
     columns: Columns
     rules: RowRules
+    chat: ChatRules
+    text: TextEncoder | None
+    """None when every row brings token ids."""
 
     def encoder(self) -> Encoder:
-        """Reads the tokenizer if rows need it. `CheckpointError`."""
-        text = None
-        if self.columns.prompt is not None:
-            tokenizer = self.engine.model.tokenizer_path or self.model_dir
-            text = TextEncoder.load(tokenizer, bos_id=self.model.bos_token_id)
-        return Encoder(self.columns, self.rules, text)
+        """Raises `ConfigError` when the checkpoint's tokenizer cannot take chats."""
+        return Encoder(self._kind(), self.rules, id_column=self.columns.id, schema_column=self.columns.schema)
+
+    def reader(self) -> CompletionReader:
+        """What turns results into text columns."""
+        if self.columns.messages is None or self.text is None:
+            return CompletionReader()
+        return CompletionReader(CompletionParser(self.text))
+
+    def _kind(self) -> PromptKind:
+        columns, size = self.columns, RowSize(self.rules.max_row_bytes)
+        if columns.token_ids is not None:
+            return TokenPrompts(columns.token_ids, size, columns.sampling)
+        assert self.text is not None
+        if columns.messages is None:
+            return TextPrompts(columns.source, self.text, size, columns.sampling)
+        return ChatPrompts(
+            columns.messages,
+            ChatEncoder(self.text),
+            self.chat,
+            size,
+            sampling=columns.sampling,
+            chat=columns.chat,
+            tools=columns.tools,
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +86,7 @@ class Prepared(RowSetup):
         return {
             "columns": dict(columns.__dict__),
             "sampling": dict(self.rules.sampling),
+            "chat": job.chat.model_dump(mode="json") if columns.messages else None,
             "seed": job.sampling.seed,
             "n": job.sampling.n,
             "output_prefix": job.output_prefix,
@@ -97,13 +127,22 @@ def checked_plan(setup: RowSetup, say: Say) -> InputPlan:
 def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
     """Model, columns and sampling, without an input. Raises `ConfigError`, `CheckpointError`."""
     job = config.job
-    columns = _columns(job)
+    columns = Columns.of(job)
     if config.model.path is None:
         raise ConfigError("no model: give --model with a checkpoint directory")
     model_dir = Path(config.model.path)
     model = ModelConfig.load(model_dir)
     engine = config.engine.resolve(model)
+    text = None
+    if columns.token_ids is None:
+        text = TextEncoder.load(engine.model.tokenizer_path or model_dir, bos_id=model.bos_token_id)
     sampling = _sampling(job, model_dir, say)
+    if columns.messages is not None:
+        _say_chat_lengths(job, say)
+    else:
+        if job.sampling.max_tokens is None:
+            say(f"max_tokens {PROMPT_MAX_TOKENS} a row (the default; --max-tokens changes it)")
+        sampling.setdefault("max_tokens", PROMPT_MAX_TOKENS)
     rules = RowRules(
         vocab_size=model.text.vocab_size,
         max_prompt=engine.prompt_limit,
@@ -113,29 +152,30 @@ def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
         n=job.sampling.n,
         sampling=sampling,
     )
-    return RowSetup(job, engine, model, model_dir, columns, rules)
-
-
-def _columns(job: JobConfig) -> Columns:
-    later = {
-        "--messages-column": job.messages_column,
-        "--schema-column": job.schema_column,
-        "--tools-column": job.tools_column,
-        "--image-column": job.image_column,
-    }
-    for flag, value in later.items():
-        if value is not None:
-            raise ConfigError(
-                f"{flag} {value}: this version takes texts (--prompt-column) and token ids "
-                "(--token-ids-column); chat messages, schemas, tools and images are not supported yet"
-            )
-    kind, name = job.source_column
-    return Columns(
-        prompt=name if kind == "prompt" else None,
-        token_ids=name if kind == "token_ids" else None,
-        id=job.id_column,
-        sampling=job.sampling_column,
+    chat = ChatRules(
+        engine.max_model_len, _chat_options(job), job.chat.api_sampling, sampling.get("top_p", 1.0)
     )
+    setup = RowSetup(job, engine, model, model_dir, columns, rules, chat, text)
+    setup.encoder()  # a tokenizer without the control tokens of chats is refused now
+    return setup
+
+
+def _chat_options(job: JobConfig) -> dict[str, Any]:
+    """The job's chat options by name, checked."""
+    options = job.chat.model_dump(exclude={"api_sampling"}, exclude_none=True)
+    try:
+        ChatOptions.of_row(options)
+    except RowError as error:
+        raise ConfigError(f"job.chat: {error}") from None
+    return options
+
+
+def _say_chat_lengths(job: JobConfig, say: Say) -> None:
+    if job.sampling.max_tokens is None:
+        say(
+            "max_tokens a chat row: 8,192, with thinking 65,536, at effort max 131,072, never more than the "
+            "context leaves (the default; --max-tokens changes it)"
+        )
 
 
 def _refuse_nested(job: JobConfig) -> None:
@@ -165,7 +205,6 @@ def _sampling(job: JobConfig, model_dir: Path, say: Say) -> dict[str, Any]:
         if name not in sampling and (value := getattr(defaults, name)) != getattr(plain, name):
             sampling[name] = value
             say(f"{name} {value} (generation_config.json of the model)")
-    if own.max_tokens is None:
-        say(f"max_tokens {PROMPT_MAX_TOKENS} a row (the default; --max-tokens changes it)")
-    sampling["max_tokens"] = own.max_tokens or PROMPT_MAX_TOKENS
+    if own.max_tokens is not None:
+        sampling["max_tokens"] = own.max_tokens
     return sampling

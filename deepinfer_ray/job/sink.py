@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from deepinfer_ray.engine.request import FinishReason, RequestResult
+from deepinfer_ray.job.completion import CompletionReader
 from deepinfer_ray.job.encode import EncodedRow
 from deepinfer_ray.job.plan import Part
 from deepinfer_ray.job.schema import COMPLETION_COLUMNS, ROW_COLUMNS, output_fields
@@ -93,7 +94,7 @@ class RowOutcome:
             sum(result.cached_tokens for result in results),
         )
 
-    def values(self, n: int) -> dict[str, Any]:
+    def values(self, n: int, reader: CompletionReader) -> dict[str, Any]:
         """Output columns by name; completion columns as lists when n > 1."""
         row = self.row
         if row.error is not None:
@@ -103,7 +104,7 @@ class RowOutcome:
             prompt_logprobs = None
         else:
             results = [result for result in self._results if result is not None]
-            many = [_completion(result) for result in results]
+            many = [_completion(result) | self._text(reader, i, result) for i, result in enumerate(results)]
             failure = _first_error(results)
             prompt_logprobs = results[0].prompt_logprobs
         columns: dict[str, Any] = {
@@ -118,6 +119,11 @@ class RowOutcome:
             columns[name] = [each.get(name) for each in many] if n > 1 else many[0].get(name)
         return columns
 
+    def _text(self, reader: CompletionReader, index: int, result: RequestResult) -> dict[str, Any]:
+        row = self.row
+        scope = row.row_id if index == 0 else f"{row.row_id}\x1f{index}"
+        return reader.columns(result, row.parse, row.params.stop if row.params else (), scope)
+
 
 class KeptOutcome:
     """A row as an earlier run committed it: `columns` by name, without prefix."""
@@ -125,7 +131,7 @@ class KeptOutcome:
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._columns = columns
 
-    def values(self, n: int) -> Mapping[str, Any]:
+    def values(self, n: int, reader: CompletionReader) -> Mapping[str, Any]:
         return self._columns
 
     def counts(self) -> Counts:
@@ -155,8 +161,6 @@ def _first_error(results: Sequence[RequestResult]) -> tuple[str | None, str | No
 def _completion(result: RequestResult) -> dict[str, Any]:
     top = result.top_logprobs
     return {
-        "completion": result.text,
-        "finish_reason": str(result.finish_reason),
         "completion_tokens": len(result.token_ids),
         "cached_tokens": result.cached_tokens,
         "token_ids": result.token_ids,
@@ -172,19 +176,22 @@ def _completion(result: RequestResult) -> dict[str, Any]:
 class PartWriter:
     """Builds the output table of a part and serialises it.
 
-    provenance: what a footer says about where its rows come from, text by name.
+    provenance: what a footer says about where its rows come from, text by name. reader: of completions.
     """
 
-    def __init__(self, n: int, prefix: str, provenance: Mapping[str, str]) -> None:
+    def __init__(
+        self, n: int, prefix: str, provenance: Mapping[str, str], reader: CompletionReader | None = None
+    ) -> None:
         self.n = n
         self.prefix = prefix
+        self._reader = reader or CompletionReader()
         self._provenance = dict(provenance)
 
     def table(
         self, inputs: pa.Table, outcomes: Sequence[RowOutcome | KeptOutcome]
     ) -> tuple[pa.Table, Counts]:
         """(output table, its counts); rows in input order."""
-        rows = [outcome.values(self.n) for outcome in outcomes]
+        rows = [outcome.values(self.n, self._reader) for outcome in outcomes]
         counts = Counts()
         for outcome in outcomes:
             counts.add(outcome.counts())

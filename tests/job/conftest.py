@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,27 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from stub_backend import StubBackend
 
+from deepinfer_ray.chat.tokens import (
+    ASSISTANT,
+    BOS,
+    DSML,
+    END_THINK,
+    EOS,
+    LATEST_REMINDER,
+    PAD,
+    SYSTEM,
+    THINK,
+    USER,
+)
 from deepinfer_ray.config.load import load_config
 from deepinfer_ray.job.generate import generate
 from deepinfer_ray.job.signals import StopSignals
 
 TINY = Path(__file__).parents[1] / "data/golden/tinyB"
-CONTROL = {0: "<s>", 1: "</s>", 2: "<pad>", 300: "<｜User｜>", 301: "</think>"}
+CONTROL = {0: BOS, 1: EOS, 2: PAD} | {
+    300 + i: spelling
+    for i, spelling in enumerate((USER, END_THINK, THINK, ASSISTANT, SYSTEM, DSML, LATEST_REMINDER))
+}
 
 
 def byte_tokenizer() -> str:
@@ -35,6 +51,7 @@ def byte_tokenizer() -> str:
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocabulary = {chars[byte]: byte + 3 for byte in range(256)}
+    vocabulary |= {text: token for token, text in CONTROL.items()}  # or they would be numbered anew
     return json.dumps(
         {
             "version": "1.0",
@@ -52,6 +69,27 @@ def model_dir(tmp_path_factory):
     shutil.copy(TINY / "config.json", root)
     (root / "tokenizer.json").write_text(byte_tokenizer(), encoding="utf-8")
     return root
+
+
+@pytest.fixture(scope="session")
+def spell():
+    """spell(text) → ids in which control tokens are their own; spell.text(ids) is the way back."""
+    ids_of = {text: token for token, text in CONTROL.items()}
+    cut = re.compile("(" + "|".join(map(re.escape, ids_of)) + ")")
+
+    def ids(text):
+        pieces = [
+            [ids_of[piece]] if piece in ids_of else [b + 3 for b in piece.encode()]
+            for piece in cut.split(text)
+        ]
+        return [token for piece in pieces for token in piece]
+
+    def text(ids):
+        raw = b"".join(CONTROL[token].encode() if token in CONTROL else bytes([token - 3]) for token in ids)
+        return raw.decode(errors="replace")
+
+    ids.text = text
+    return ids
 
 
 @pytest.fixture

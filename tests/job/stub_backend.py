@@ -16,10 +16,13 @@ class StubBackend:
     """Completion = the prompt's ids reversed and cut to max_tokens; each row is ready after its own delay.
 
     capacity: rows under way. delay_s: of the slowest row. die_after: results until `RankFailure`. twice: give
-    every result a second time. fail: code for rows whose prompt has a length divisible by 7.
+    every result a second time. fail: code for rows whose prompt has a length divisible by 7. answer: item →
+    (ids, text, finish reason) instead of the reversed prompt.
     """
 
-    def __init__(self, capacity=64, delay_s=0.0, die_after=None, twice=False, fail=None, on_poll=None):
+    def __init__(
+        self, capacity=64, delay_s=0.0, die_after=None, twice=False, fail=None, on_poll=None, answer=None
+    ):
         self.capacity, self.delay_s, self.die_after, self.twice, self.fail = (
             capacity,
             delay_s,
@@ -28,6 +31,7 @@ class StubBackend:
             fail,
         )
         self.on_poll = on_poll
+        self.answer = answer
         self.submitted = 0
         self.most_under_way = 0
         self.closed = []
@@ -68,6 +72,9 @@ class StubBackend:
     def result(self, item):
         if self.fail is not None and len(item.prompt) % 7 == 0:
             return RequestResult.failed(item.key, len(item.prompt), self.fail, "this row does not fit")
+        if self.answer is not None:
+            ids, text, reason = self.answer(item)
+            return RequestResult(item.key, np.array(ids, np.int32), text, reason, len(item.prompt))
         ids = item.prompt[::-1][: item.params.max_tokens].astype(np.int32)
         text = f"{item.seed:x}:{item.params.temperature:g}:{int(ids.sum())}"
         top = None

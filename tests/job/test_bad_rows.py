@@ -220,7 +220,7 @@ def test_sampling_as_struct_and_map(job, write_rows, read_output, tmp_path):
 
 
 def test_control_token_spellings_stay_text(job, write_rows, read_output, tmp_path):
-    text = "<s></s><｜User｜></think>"
+    text = "<｜begin▁of▁sentence｜><｜end▁of▁sentence｜><｜User｜></think>"
     path = write_rows(tmp_path / "in.parquet", {"prompt": [text]})
     job(input=path, max_tokens=500)
     (row,) = read_output(tmp_path / "out")

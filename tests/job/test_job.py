@@ -216,11 +216,19 @@ def test_an_output_inside_the_input_is_refused(job, write_rows, tmp_path):
         job(input=tmp_path / "data", output=str(tmp_path / "data" / "out"))
 
 
-@pytest.mark.parametrize("flag", ["messages_column", "schema_column", "tools_column", "image_column"])
-def test_columns_of_later_versions_are_refused(job, write_rows, tmp_path, flag):
+def test_an_image_column_is_refused(job, write_rows, tmp_path):
     path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
-    with pytest.raises(ConfigError, match=r"this version takes texts \(--prompt-column\) and token ids"):
-        job(input=path, **{flag: "x"})
+    with pytest.raises(ConfigError, match="--image-column x: this version takes no images"):
+        job(input=path, image_column="x")
+
+
+def test_rows_with_a_schema_are_errors(job, write_rows, read_output, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a", "b"], "s": ['{"type": "object"}', None]})
+    job(input=path, schema_column="s")
+    first, second = read_output(tmp_path / "out")
+    assert first["error_code"] == "bad_schema"
+    assert first["error"] == "this version does not constrain completions; leave column s out"
+    assert second["error_code"] is None
 
 
 def test_too_many_errors_stop_the_job(job, write_rows, tmp_path):

@@ -1,0 +1,66 @@
+"""Which input column holds what.
+
+Knows: column names and which belong together. Does not know: values, rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer_ray.config.job import JobConfig
+from deepinfer_ray.errors import ConfigError, InputError
+from deepinfer_ray.job.plan import InputFile
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Exactly one of `prompt`, `token_ids` and `messages` is set; `chat` and `tools` come with messages only.
+
+    id: unique row ids. sampling: a row's own sampling parameters, with messages its chat options too.
+    chat: a row's own chat options. tools: a row's tools. schema: what a row's completion must match.
+    """
+
+    prompt: str | None = None
+    token_ids: str | None = None
+    messages: str | None = None
+    id: str | None = None
+    sampling: str | None = None
+    chat: str | None = None
+    tools: str | None = None
+    schema: str | None = None
+
+    @classmethod
+    def of(cls, job: JobConfig) -> Columns:
+        """Raises `ConfigError` for columns that this version cannot use, or not together."""
+        if job.image_column is not None:
+            raise ConfigError(
+                f"--image-column {job.image_column}: this version takes no images; run the rows without it"
+            )
+        kind, name = job.source_column
+        for flag, value in (("--tools-column", job.tools_column), ("--chat-column", job.chat_column)):
+            if value is not None and kind != "messages":
+                raise ConfigError(
+                    f"{flag} {value} belongs to chat messages; name their column with --messages-column"
+                )
+        return cls(
+            prompt=name if kind == "prompt" else None,
+            token_ids=name if kind == "token_ids" else None,
+            messages=name if kind == "messages" else None,
+            id=job.id_column,
+            sampling=job.sampling_column,
+            chat=job.chat_column,
+            tools=job.tools_column,
+            schema=job.schema_column,
+        )
+
+    @property
+    def source(self) -> str:
+        """The column that rows are made from."""
+        return self.prompt or self.token_ids or self.messages or ""
+
+    def check(self, file: InputFile) -> None:
+        """Raises `InputError` naming the missing column and those that are there."""
+        for name in dict.fromkeys(self.__dict__.values()):
+            if name is not None and name not in file.schema.names:
+                there = ", ".join(file.schema.names) or "none"
+                raise InputError(f"{file.name} has no column {name}; its columns are: {there}")

