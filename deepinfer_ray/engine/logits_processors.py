@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.engine.request import SamplingParams
 
 NEGATIVE_INFINITY = float("-inf")
@@ -34,14 +35,11 @@ class SparseEdits:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """rows int64, ids int64, values float32 as flat tensors."""
-        rows, ids, values = (np.concatenate(part) for part in (self.rows, self.ids, self.values))
-        return (
-            torch.from_numpy(rows).to(device, non_blocking=True),
-            torch.from_numpy(ids).to(device, non_blocking=True),
-            torch.from_numpy(values).to(device, non_blocking=True),
-        )
+    def arrays(self) -> list[np.ndarray]:
+        """rows int64, ids, values float32, each flat; nothing if there are no edits."""
+        if not self.rows:
+            return []
+        return [np.concatenate(part) for part in (self.rows, self.ids, self.values)]
 
 
 @dataclass(slots=True)
@@ -89,21 +87,26 @@ class LogitEdits:
     def __bool__(self) -> bool:
         return any((self.bans, self.biases, self.repetition, self.penalties))
 
-    def apply(self, logits_NV: torch.Tensor) -> None:
-        """float32 [N, V], changed in place. Ids are unique within a row except among the bans."""
-        device = logits_NV.device
+    def apply(self, logits_NV: torch.Tensor, staging: Staging | None = None) -> None:
+        """float32 [N, V], changed in place. Ids are unique within a row except among the bans.
+
+        staging: how the triples reach the logits' device, by default afresh.
+        """
+        staging = staging or Staging(logits_NV.device)
+        kinds = (self.bans, self.biases, self.repetition, self.penalties)
+        sent = iter(staging.send([array for kind in kinds for array in kind.arrays()]))
         if self.bans:
-            rows, ids, _ = self.bans.on(device)
+            rows, ids, _ = next(sent), next(sent), next(sent)
             logits_NV[rows, ids] = NEGATIVE_INFINITY
         if self.biases:
-            rows, ids, values = self.biases.on(device)
+            rows, ids, values = next(sent), next(sent), next(sent)
             logits_NV[rows, ids] += values
         if self.repetition:
-            rows, ids, factors = self.repetition.on(device)
+            rows, ids, factors = next(sent), next(sent), next(sent)
             picked = logits_NV[rows, ids]
             logits_NV[rows, ids] = torch.where(picked > 0, picked / factors, picked * factors)
         if self.penalties:
-            rows, ids, values = self.penalties.on(device)
+            rows, ids, values = next(sent), next(sent), next(sent)
             logits_NV[rows, ids] -= values
 
 

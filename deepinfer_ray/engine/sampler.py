@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.engine.logits_processors import NEGATIVE_INFINITY, LogitEdits
 from deepinfer_ray.engine.philox import CASE_SAMPLE, random_words
 from deepinfer_ray.engine.request import GREEDY_TEMPERATURE
@@ -52,6 +53,26 @@ class SampleRows:
     top_logprobs: np.ndarray
     edits: LogitEdits | None = None
 
+    def padded(self, count: int) -> SampleRows:
+        """With further rows up to `count` whose greedy tokens nobody wants (spec/engine.md §8.6)."""
+        missing = count - len(self.temperature)
+        if missing == 0:
+            return self
+
+        def more(column: np.ndarray, value: float) -> np.ndarray:
+            return np.concatenate([column, np.full(missing, value, column.dtype)])
+
+        return SampleRows(
+            temperature=more(self.temperature, 0.0),
+            top_p=more(self.top_p, 1.0),
+            top_k=more(self.top_k, -1),
+            min_p=more(self.min_p, 0.0),
+            seeds=more(self.seeds, 0),
+            positions=more(self.positions, 0),
+            top_logprobs=more(self.top_logprobs, -1),
+            edits=self.edits,
+        )
+
     @property
     def greedy(self) -> np.ndarray:
         return self.temperature < GREEDY_TEMPERATURE
@@ -73,66 +94,147 @@ class SampleOutput:
     top_logprobs: torch.Tensor | None = None
 
 
-def sample(logits_NV: torch.Tensor, rows: SampleRows, blacklist: torch.Tensor | None = None) -> SampleOutput:
-    """One token per row. `logits_NV` float32 is changed in place by masks and edits."""
+def sample(
+    logits_NV: torch.Tensor,
+    rows: SampleRows,
+    blacklist: torch.Tensor | None = None,
+    staging: Staging | None = None,
+    *,
+    whole: bool | None = None,
+) -> SampleOutput:
+    """One token per row. `logits_NV` float32 is changed in place by masks and edits.
+
+    staging: how columns reach the logits' device, by default afresh. whole: compute all rows in every way
+    that some row needs and pick, so that no shape depends on who asked for what; by default on every device
+    but a CPU. The same bits either way on a CPU.
+    """
+    staging = staging or Staging(logits_NV.device)
     if blacklist is not None:
         logits_NV[:, blacklist] = NEGATIVE_INFINITY
     if rows.edits:
-        rows.edits.apply(logits_NV)
+        rows.edits.apply(logits_NV, staging)
     peak_N, tokens_N = logits_NV.max(dim=-1)
-    bad_N = ~torch.isfinite(peak_N)
+    output = SampleOutput(tokens_N, ~torch.isfinite(peak_N))
     greedy, wants = rows.greedy, rows.top_logprobs >= 0
     if greedy.all() and not wants.any():
-        return SampleOutput(tokens_N, bad_N)
+        return output
 
-    output = SampleOutput(tokens_N, bad_N)
     if wants.any():
-        width = int(rows.top_logprobs.max())
+        width = min(int(rows.top_logprobs.max()), logits_NV.shape[1])
         output.logprobs = torch.zeros_like(peak_N)
         if width > 0:
             output.top_ids = tokens_N.new_zeros((len(tokens_N), width))
             output.top_logprobs = peak_N.new_zeros((len(peak_N), width))
     filtered = rows.filtered
-    for members in (greedy & wants, ~greedy & ~filtered, ~greedy & filtered):
-        if members.any():
-            _sample_group(logits_NV, rows, np.flatnonzero(members), output)
+    masks = [greedy & wants, ~greedy & ~filtered, ~greedy & filtered]
+    masks = [mask for mask in masks if mask.any()]
+    whole = logits_NV.device.type != "cpu" if whole is None else whole
+    columns, groups = _send(rows, masks, staging, whole)
+    for members, group in zip(masks, groups, strict=True):
+        _sample_group(logits_NV, rows, columns, members, group, output)
     return output
 
 
+@dataclass(slots=True)
+class _Columns:
+    """`SampleRows` on the device; float32 and int64 [N]."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Group:
+    """Which rows are meant: the listed ones, or, computed with all others, those under a mask."""
+
+    index: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    listed: _Group | None = None
+    """Those of the group whose alternatives are wanted, by row of the group (`inner`) and by logit row."""
+    inner: torch.Tensor | None = None
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def put(self, target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`target` with the group's rows replaced."""
+        if self.index is not None:
+            return target.index_copy(0, self.index, values)
+        if self.mask is not None:
+            return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), values, target)
+        return values
+
+
+def _send(
+    rows: SampleRows, masks: list[np.ndarray], staging: Staging, whole: bool
+) -> tuple[_Columns, list[_Group]]:
+    """The columns and one group for each mask, all in one copy."""
+    arrays = [rows.temperature, rows.top_p, rows.min_p, rows.top_k, rows.seeds, rows.positions]
+    wants = rows.top_logprobs > 0
+    for members in masks:
+        listed = members & wants
+        if whole:
+            arrays += [members, listed]
+        else:
+            arrays += [np.flatnonzero(part) for part in (members, listed, listed[members])]
+    tensors = iter(staging.send(arrays))
+    columns = _Columns(*(next(tensors) for _ in range(6)))
+    groups = []
+    for members in masks:
+        group, listed_group = (
+            _Group(mask=next(tensors).bool()) if whole else _Group(index=next(tensors)) for _ in range(2)
+        )
+        inner = None if whole else next(tensors)
+        if members.all():
+            group = _Group()
+        if (members & wants).any():
+            group.listed, group.inner = listed_group, inner
+        groups.append(group)
+    return columns, groups
+
+
 def _sample_group(
-    logits_NV: torch.Tensor, rows: SampleRows, members: np.ndarray, output: SampleOutput
+    logits_NV: torch.Tensor,
+    rows: SampleRows,
+    columns: _Columns,
+    members: np.ndarray,
+    group: _Group,
+    output: SampleOutput,
 ) -> None:
     """Rows of one kind: all greedy, all unfiltered or all filtered."""
-    device, everyone = logits_NV.device, len(members) == len(logits_NV)
-    index = torch.from_numpy(members).to(device, non_blocking=True)
-
-    def column(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values[members]).to(device, non_blocking=True)
-
-    block_MV = logits_NV if everyone else logits_NV[index]
-    if rows.greedy[members[0]]:
+    block_MV, one = group.take(logits_NV), int(members.argmax())
+    if rows.greedy[one]:
         logprobs_MV = log_distribution(block_MV)
-        tokens_M = output.tokens[index]
+        tokens_M = group.take(output.tokens)
     else:
-        logprobs_MV = log_distribution(block_MV, column(rows.temperature))
-        if rows.filtered[members[0]]:
+        logprobs_MV = log_distribution(block_MV, group.take(columns.temperature))
+        if rows.filtered[one]:
             logprobs_MV = filter_distribution(
-                block_MV, logprobs_MV, column(rows.top_p), column(rows.top_k), column(rows.min_p)
+                block_MV,
+                logprobs_MV,
+                group.take(columns.top_p),
+                group.take(columns.top_k),
+                group.take(columns.min_p),
             )
-        words = random_words(column(rows.seeds), column(rows.positions), CASE_SAMPLE, _DRAWN_WORDS)
+        seeds, positions = group.take(columns.seeds), group.take(columns.positions)
+        words = random_words(seeds, positions, CASE_SAMPLE, _DRAWN_WORDS)
         tokens_M = select(fixed_point_weights(logprobs_MV), words)
-        output.tokens[index] = tokens_M
+        output.tokens = group.put(output.tokens, tokens_M)
     if output.logprobs is not None:
         chosen_M1 = logprobs_MV.gather(1, tokens_M[:, None])
-        output.logprobs[index] = chosen_M1[:, 0].clamp_min(LOGPROB_FLOOR)
-    if output.top_ids is not None and output.top_logprobs is not None:
-        listed = np.flatnonzero(rows.top_logprobs[members] > 0)
-        if listed.size:
-            inner = torch.from_numpy(listed).to(device, non_blocking=True)
-            values, ids = logprobs_MV[inner].sort(dim=-1, descending=True, stable=True)
-            width = min(output.top_ids.shape[1], values.shape[1])
-            output.top_ids[index[inner], :width] = ids[:, :width]
-            output.top_logprobs[index[inner], :width] = values[:, :width].clamp_min(LOGPROB_FLOOR)
+        output.logprobs = group.put(output.logprobs, chosen_M1[:, 0].clamp_min(LOGPROB_FLOOR))
+    if group.listed is not None and output.top_ids is not None and output.top_logprobs is not None:
+        listed_LV = logprobs_MV if group.inner is None else logprobs_MV.index_select(0, group.inner)
+        values, ids = listed_LV.sort(dim=-1, descending=True, stable=True)
+        width = output.top_ids.shape[1]
+        output.top_ids = group.listed.put(output.top_ids, ids[:, :width])
+        output.top_logprobs = group.listed.put(
+            output.top_logprobs, values[:, :width].clamp_min(LOGPROB_FLOOR)
+        )
 
 
 def row_sum(values_NV: torch.Tensor) -> torch.Tensor:

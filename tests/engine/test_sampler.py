@@ -285,6 +285,30 @@ def test_a_row_without_a_distribution_is_flagged_alone(poison: float | None, tem
 # ------------------------------------------------------------------ row independence
 
 
+@pytest.mark.parametrize("wanted", [-1, 0, 3])
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.7), (0.7, 1.3)])
+def test_computing_all_rows_in_every_way_gives_the_same_bits(
+    wanted: int, temperatures: tuple[float, ...]
+) -> None:
+    generator = np.random.default_rng(5)
+    count, padded = 13, 16
+    logits = torch.from_numpy(generator.normal(size=(padded, 300)).astype(np.float32) * 4)
+    rows = make_rows(
+        count,
+        temperature=generator.choice(temperatures, count),
+        top_p=generator.choice([1.0, 0.6], count),
+        min_p=generator.choice([0.0, 0.1], count),
+        top_logprobs=generator.choice([-1, wanted], count),
+    )
+    few = sample(logits[:count].clone(), rows, whole=False)
+    every = sample(logits.clone(), rows.padded(padded), whole=True)
+    for name in ("tokens", "bad", "logprobs", "top_ids", "top_logprobs"):
+        small, large = getattr(few, name), getattr(every, name)
+        assert (small is None) == (large is None), name
+        if small is not None:
+            assert torch.equal(small, large[:count]), name
+
+
 @pytest.mark.parametrize("vocab", [64, 517, 9001, 40000])
 def test_a_row_is_bitwise_the_same_alone_and_in_any_batch(vocab: int) -> None:
     generator = np.random.default_rng(vocab)
