@@ -30,9 +30,18 @@ class ExpertProducts(Protocol):
     """Both products of the local experts for (row, slot) pairs."""
 
     def __call__(
-        self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
+        self,
+        x_TD: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        act: Activation,
+        partial: bool = True,
     ) -> torch.Tensor:
-        """[T·k, D] unrounded results; pairs with expert -1 give zeros (their weight is 0)."""
+        """[T·k, D] unrounded results; pairs with expert -1 give zeros (their weight is 0).
+
+        partial: a row may have an expert here in one slot and none in another, as behind an exchange. False
+        spares the extra care: a row has all its routed experts here, or none.
+        """
         ...
 
 
@@ -61,16 +70,21 @@ class StackedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(experts, width, hidden), requires_grad=False)
 
     def forward(
-        self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
+        self,
+        x_TD: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        act: Activation,
+        partial: bool = True,
     ) -> torch.Tensor:
         """Rows lie in a buffer of equally many rows for each expert; what else lies there changes no bit."""
         if x_TD.device.type == "cpu":
-            return self.tile(x_TD, experts_Tk, weights_Tk, act, count=True)
+            return self.tile(x_TD, experts_Tk, weights_Tk, act, count=True, partial=partial)
         # How full the fullest expert is stands on the device: every buffer takes a whole tile of rows.
         width = self.w13.shape[2]
         tile = max(ROW_TILE, DEVICE_BYTES // (4 * self.experts * width) // ROW_TILE * ROW_TILE)
         tiles = zip(x_TD.split(tile), experts_Tk.split(tile), weights_Tk.split(tile), strict=True)
-        parts = [self.tile(*part, act, count=False) for part in tiles]
+        parts = [self.tile(*part, act, count=False, partial=partial) for part in tiles]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def tile(
@@ -81,8 +95,12 @@ class StackedExperts(nn.Module):
         act: Activation,
         *,
         count: bool,
+        partial: bool = True,
     ) -> torch.Tensor:
-        """`forward` of all rows at once. count: look how many rows the fullest expert has; the host waits."""
+        """`forward` of all rows at once.
+
+        count: look how many rows the fullest expert has; the host waits. partial: see `ExpertProducts`.
+        """
         rows, slots = experts_Tk.shape
         capacity = round_up(max(rows, 1))
         if count and rows > ROW_TILE:
@@ -102,9 +120,15 @@ class StackedExperts(nn.Module):
         hidden = torch.bmm(buffer, self.w13)
         pairs = hidden.view(-1, hidden.shape[2]).index_select(0, index)
         inner = act(pairs, weights_Tk.view(-1, 1))
-        spread = inner.new_zeros(self.experts * capacity, inner.shape[1]).index_copy_(0, index, inner)
-        out = torch.bmm(spread.view(self.experts, capacity, -1), self.w2)
-        return out.view(-1, out.shape[2]).index_select(0, index)
+        missing = experts_Tk.view(-1) < 0 if partial else None
+        end = self.experts * capacity
+        # A pair without an expert points into the buffer of expert 0, where a real pair of the same row may
+        # lie: such pairs are put behind the end.
+        put = index if missing is None else index.masked_fill(missing, end)
+        spread = inner.new_zeros(end + (missing is not None), inner.shape[1]).index_copy_(0, put, inner)
+        out = torch.bmm(spread[:end].view(self.experts, capacity, -1), self.w2)
+        out = out.view(-1, out.shape[2]).index_select(0, index)
+        return out if missing is None else out.masked_fill_(missing.unsqueeze(1), 0.0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,7 +165,12 @@ class PackedExperts(nn.Module):
         self.w2, self.w2_scale = codes(hidden, width // 2), codes(hidden, width // 32)
 
     def forward(
-        self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, act: Activation
+        self,
+        x_TD: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+        act: Activation,
+        partial: bool = True,
     ) -> torch.Tensor:
         if x_TD.device.type != "cpu":
             return self.all_experts(x_TD, experts_Tk, weights_Tk, act)
@@ -240,12 +269,13 @@ class MoE(nn.Module):
             expert, one = _shared_column(self.shared_expert, rows, v_TD.device)
             slots = torch.cat((expert, received.experts), dim=1)
             weights = torch.cat((one, received.weights), dim=1)
-            out = nx.b(self.experts(v8_TD, slots, weights, self.act)).view(rows, self.k + 1, -1)
+            out = nx.b(self.experts(v8_TD, slots, weights, self.act, False))
+            out = out.view(rows, self.k + 1, v_TD.shape[1])
             shared: torch.Tensor | None = out[:, 0]
             routed = self.exchange.combine(out[:, 1:], received)
         else:
             out = self.experts(received.rows, received.experts, received.weights, self.act)
-            out = nx.b(out).view(received.rows.shape[0], self.k, -1)
+            out = nx.b(out).view(received.rows.shape[0], self.k, v_TD.shape[1])
             shared = self._shared(v8_TD)
             routed = self.exchange.combine(out, received)
         if nx.reference:

@@ -62,7 +62,8 @@ def swiglu(gate_up_P2M: torch.Tensor, weight_P1: torch.Tensor | None, limit: flo
     gate, up = gate_up_P2M.chunk(2, dim=-1)
     if limit:
         gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
-    out = gate / (gate.neg().exp() + constant(1.0)) * up
+    # Below -80 the exponential would overflow, harmless here but NaN in the gradient.
+    out = gate / (torch.minimum(gate.neg(), constant(80.0)).exp() + constant(1.0)) * up
     return out if weight_P1 is None else out * weight_P1
 
 

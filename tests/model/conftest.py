@@ -239,6 +239,7 @@ def golden_run(kind: str, mode: str, variant: str, run: str) -> GoldenRun:
 class Harness:
     """What tests of the model share; a fixture, because test directories are not packages."""
 
+    root = GOLDEN
     Driver = Driver
     expected = staticmethod(expected)
     expected_map = staticmethod(expected_map)
