@@ -9,7 +9,7 @@ Both loops give the same tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,14 +17,18 @@ import numpy as np
 import torch
 
 from deepinfer_ray.cache.checks import StepLimits
-from deepinfer_ray.cache.metadata import StepMetadata, build_decode, build_prefill
+from deepinfer_ray.cache.metadata import StepMetadata
 from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine import inputs, sampler
-from deepinfer_ray.engine.inputs import HistoryReader, InFlight, PromptScores, StepRows
+from deepinfer_ray.engine.host_copy import HostCopy
+from deepinfer_ray.engine.inputs import HistoryReader, InFlight, PromptScores
 from deepinfer_ray.engine.plan import CommitResult, StepOutputs, StepPlan
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Terminal
+from deepinfer_ray.engine.step_inputs import InputBuilder
+from deepinfer_ray.engine.sync_guard import forbid_sync
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.engine.timers import StepTimers
 from deepinfer_ray.errors import ConfigError
@@ -59,40 +63,15 @@ class Model(Protocol):
         ...
 
 
-class HostCopy:
-    """Device tensors on their way to the host; on a CPU they are there already."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor | None]) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            if tensor.device.type == "cuda":
-                pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                pinned.copy_(tensor, non_blocking=True)
-                tensor = pinned
-                self._event = self._event or torch.cuda.Event()
-            self._tensors[name] = tensor
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> dict[str, np.ndarray]:
-        """The one place where the host waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
-
-
 @dataclass(slots=True)
 class Flight:
-    """One launched step. members: plan indices that are sampled. results: int64 [n] tokens of all sequences
-    on the device (0 where nothing is sampled), for the step behind this one."""
+    """One launched step. members: plan indices that are sampled. sample_rows: int64, their query rows on the
+    device, then some again (see `StepInputs`)."""
 
     plan: StepPlan
     members: np.ndarray
     hidden: torch.Tensor | None = None
-    last_rows: torch.Tensor | None = None
+    sample_rows: torch.Tensor | None = None
     scores: PromptScores | None = None
     in_flight: InFlight | None = None
     copy: HostCopy | None = None
@@ -110,9 +89,12 @@ class StepLoop:
         blacklist: np.ndarray | None = None,
         placeholders: bool = False,
         timeline: Timeline | None = None,
+        sync_guard: bool = True,
+        row_multiple: int | None = None,
     ) -> None:
-        """blacklist: ids that are never sampled. placeholders: run an empty step's forward with one invalid
-        row, because other ranks wait in its collectives."""
+        """blacklist: ids that are never sampled. placeholders: run an empty step's forward with invalid rows,
+        because other ranks wait in its collectives. sync_guard: raise where launching a step would wait for
+        a CUDA device. row_multiple: see `InputBuilder`."""
         if scheduler.settings.num_drafts:
             raise ConfigError(
                 f"speculative.num_drafts is {scheduler.settings.num_drafts}, but this step loop verifies no "
@@ -126,8 +108,7 @@ class StepLoop:
         """Called in every step once its forward is launched: the time for host work that nobody waits for."""
         self._placeholders = placeholders
         text, topology = model.config.text, model.config.topology
-        self._ratios = topology.ratios
-        self._limits = StepLimits(
+        limits = StepLimits(
             pools.layout,
             topology.ratios,
             pools.num_blocks,
@@ -136,10 +117,13 @@ class StepLoop:
             getattr(model, "max_positions", text.max_position_embeddings),
         )
         pad = int(self.table.compress_ids(np.asarray([text.engram_pad_token_id]))[0])
-        self._reader = HistoryReader(self.table, text.engram_max_ngram_size if text.has_engram else 0, pad)
-        self._blacklist = None if blacklist is None or not len(blacklist) else self._upload(blacklist)
-        compress = self.table.compress
-        self._lookup = None if compress is None else self._upload(compress.astype(np.int64))
+        reader = HistoryReader(self.table, text.engram_max_ngram_size if text.has_engram else 0, pad)
+        self.inputs = InputBuilder(pools, limits, reader, topology.ratios, row_multiple)
+        self._staging = Staging(self.device)
+        self._blacklist: torch.Tensor | None = None
+        if blacklist is not None and len(blacklist):
+            self._blacklist = torch.from_numpy(blacklist).to(self.device)
+        self._guarded = sync_guard and self.device.type == "cuda"
         self._previous: Flight | None = None
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
@@ -154,7 +138,8 @@ class StepLoop:
     @torch.inference_mode()
     def _step_plain(self) -> list[Terminal]:
         plan = self._schedule()
-        flight = self._launch(plan, None)
+        with self._no_waiting():
+            flight = self._launch(plan, None)
         self._sample(flight)
         self.scheduler.reclaim()
         return plan.ignored + self._commit(flight)
@@ -163,7 +148,8 @@ class StepLoop:
     def _step_overlapped(self) -> list[Terminal]:
         previous, self._previous = self._previous, None
         plan = self._schedule()
-        flight = self._launch(plan, previous)
+        with self._no_waiting():
+            flight = self._launch(plan, previous)
         ended = plan.ignored
         if previous is not None:
             ended = ended + self._commit(previous)
@@ -195,6 +181,9 @@ class StepLoop:
     def _span(self, name: str, step: int) -> AbstractContextManager[None]:
         return self.timers.span(name, step)
 
+    def _no_waiting(self) -> AbstractContextManager[None]:
+        return forbid_sync() if self._guarded else nullcontext()
+
     def _schedule(self) -> StepPlan:
         with self._span("schedule", self.num_steps + 1):
             plan = self.scheduler.schedule()
@@ -212,75 +201,15 @@ class StepLoop:
         if plan.is_empty and not self._placeholders:
             return flight
         with self._span("prepare", plan.step):
-            meta = self._placeholder(plan) if plan.is_empty else self._metadata(plan, previous)
+            in_flight = previous.in_flight if previous is not None and plan.overlaps else None
+            step = self.inputs.build(plan, flight.members, in_flight)
         with self._span("forward", plan.step):
-            output = self.model.forward(meta, self.pools)
+            output = self.model.forward(step.meta, self.pools)
         if not plan.is_empty:
-            flight.hidden, flight.last_rows = output.hidden, meta.last_rows
+            flight.hidden, flight.sample_rows = output.hidden, step.sample_rows
             if plan.is_prompt:
                 flight.scores = inputs.prompt_scores(plan, self.table)
         return flight
-
-    def _metadata(self, plan: StepPlan, previous: Flight | None) -> StepMetadata:
-        rows = StepRows.of(plan)
-        in_flight = previous.in_flight if previous is not None and plan.overlaps else None
-        if in_flight is None:
-            ids_T, ngrams_TG = self._reader.tokens(plan, rows)
-        else:  # the device fills them in below
-            ids_T = np.zeros(len(rows.positions), np.int64)
-            ngrams_TG = np.zeros((len(rows.positions), self._reader.order), np.int64)
-        tables = self.table.block_table[plan.rows]
-        self._limits.check(
-            is_prefill=plan.is_prompt,
-            q=plan.q,
-            k=plan.k,
-            state_ids=plan.rows,
-            block_tables=tables,
-            num_blocks_of=self.table.n_blocks[plan.rows],
-        )
-        build = build_prefill if plan.is_prompt else build_decode
-        meta = build(
-            self.pools.layout,
-            self._ratios,
-            q=plan.q,
-            k=plan.k,
-            state_ids=plan.rows,
-            block_tables=tables,
-            input_ids=ids_T,
-            ngram_ids=ngrams_TG,
-            device=self.device,
-        )
-        if in_flight is not None:
-            fresh_ids, fresh_compressed, window = self._reader.overlapped(plan)
-            meta.input_ids, meta.ngram_ids = inputs.gather_in_flight(
-                self._upload(plan.remap.astype(np.int64)),
-                self._upload(fresh_ids.astype(np.int64)),
-                self._upload(fresh_compressed.astype(np.int64)),
-                self._upload(window.astype(np.int64)),
-                in_flight,
-                self._lookup,
-                self._reader.pad,
-                (meta.seq_of_row, self._upload(rows.row_in_seq)),
-                order=self._reader.order,
-            )
-        return meta
-
-    def _placeholder(self, plan: StepPlan) -> StepMetadata:
-        """One invalid row in block 0 and slot 0, which belong to nobody (spec/engine.md §8.6)."""
-        one = np.ones(1, np.int64)
-        build = build_prefill if plan.is_prompt else build_decode
-        return build(
-            self.pools.layout,
-            self._ratios,
-            q=one,
-            k=one,
-            state_ids=one * 0,
-            block_tables=np.zeros((1, 1), np.int64),
-            input_ids=one * 0,
-            ngram_ids=np.full((1, self._reader.order), self._reader.pad, np.int64),
-            valid=np.zeros(1, np.bool_),
-            device=self.device,
-        )
 
     # -- sample, commit ---------------------------------------------------------------------------------
 
@@ -288,39 +217,29 @@ class StepLoop:
         """Launches sampling; everything before the sampled tokens is committed by now."""
         if self.before_sample is not None:
             self.before_sample()
-        plan, hidden = flight.plan, flight.hidden
-        if hidden is None or flight.last_rows is None:
+        plan, hidden, members = flight.plan, flight.hidden, flight.members
+        if hidden is None or flight.sample_rows is None:
             return
         tensors: dict[str, torch.Tensor | None] = {}
-        with self._span("sample", plan.step):
-            if len(flight.members):
-                everyone = len(flight.members) == plan.num_seqs
-                members = self._upload(flight.members)
-                last = flight.last_rows if everyone else flight.last_rows[members]
-                logits = self.model.logits(hidden[last])
-                rows = inputs.sample_rows(plan, self.table, flight.members)
-                drawn = sampler.sample(logits, rows, self._blacklist)
-                tokens = drawn.tokens
-                if not everyone:
-                    tokens = tokens.new_zeros(plan.num_seqs).index_copy(0, members, tokens)
+        with self._span("sample", plan.step), self._no_waiting():
+            if len(members):
+                logits = self.model.logits(hidden.index_select(0, flight.sample_rows))
+                rows = inputs.sample_rows(plan, self.table, members).padded(len(flight.sample_rows))
+                drawn = sampler.sample(logits, rows, self._blacklist, self._staging)
                 if self.overlapped and not plan.is_prompt:
-                    none = tokens.new_zeros((plan.num_seqs, 0))
-                    flight.in_flight = InFlight(tokens, none, tokens.new_zeros(plan.num_seqs))
-                tensors |= {
-                    "tokens": tokens,
-                    "bad": drawn.bad,
-                    "logprobs": drawn.logprobs,
-                    "top_ids": drawn.top_ids,
-                    "top_logprobs": drawn.top_logprobs,
-                }
+                    none = drawn.tokens.new_zeros((len(drawn.tokens), 0))
+                    flight.in_flight = InFlight(drawn.tokens, none, torch.zeros_like(drawn.tokens))
+                for name in ("tokens", "bad", "logprobs", "top_ids", "top_logprobs"):
+                    values = getattr(drawn, name)
+                    tensors[name] = None if values is None else values[: len(members)]
             if flight.scores is not None:
                 tensors["scores"] = self._score_prompt(hidden, flight.scores)
             flight.copy = HostCopy(tensors)
-        flight.hidden = flight.last_rows = None
+        flight.hidden = flight.sample_rows = None
 
     def _score_prompt(self, hidden: torch.Tensor, scores: PromptScores) -> torch.Tensor:
         chunk = max(1, SCORE_BYTES // (4 * self.model.config.text.vocab_size))
-        rows, targets = self._upload(scores.rows), self._upload(scores.targets)
+        rows, targets = self._staging.send([scores.rows, scores.targets])
         parts = [
             sampler.prompt_logprobs(
                 self.model.logits(hidden[rows[at : at + chunk]]), targets[at : at + chunk]
@@ -335,7 +254,9 @@ class StepLoop:
         with self._span("wait", plan.step):
             host = flight.copy.wait() if flight.copy is not None else {}
         with self._span("commit", plan.step):
-            outputs = StepOutputs(host.get("tokens", np.zeros(plan.num_seqs, np.int64)).astype(np.int32))
+            outputs = StepOutputs(np.zeros(plan.num_seqs, np.int32))
+            if "tokens" in host:
+                outputs.sampled[flight.members] = host["tokens"]
             if "logprobs" in host:
                 outputs.logprobs = np.zeros((plan.num_seqs, 1), np.float32)
                 outputs.logprobs[flight.members, 0] = host["logprobs"]
@@ -374,6 +295,3 @@ class StepLoop:
                 sequence.top_logprobs = []
             pairs = zip(ids[member, :width].tolist(), logprobs[member, :width].tolist(), strict=True)
             sequence.top_logprobs.append(list(pairs))
-
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)

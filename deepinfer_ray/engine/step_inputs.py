@@ -1,0 +1,158 @@
+"""From a plan to what the forward pass reads: one host-to-device copy a step, placeholder rows included.
+
+Knows: plans, the sequence table, the metadata builders, how a step's rows are filled up on a device. Does not
+know: the model, sampling, when a step runs.
+
+On a device the rows of a step are filled up to a multiple of 16 with placeholders (spec/engine.md §8.6), and
+decode metadata lives in one buffer at a fixed address, its shapes a matter of the batch alone: a captured
+graph needs that, and how kernels choose to add up a row then does not depend on its neighbours.
+
+Shape letters: n sequences, T rows, G n-gram order, M sampled rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepinfer_ray.cache.checks import StepLimits
+from deepinfer_ray.cache.metadata import StepMetadata, build_decode, build_prefill
+from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.cache.transfer import Staging
+from deepinfer_ray.engine.inputs import HistoryReader, InFlight, StepRows, gather_in_flight
+from deepinfer_ray.engine.plan import StepPlan
+
+DEVICE_ROWS = 16
+"""Rows of a step on a device are a multiple of this."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """sample_rows: int64 [M], query rows whose next token is drawn: those of the members, then row 0 again up
+    to the multiple."""
+
+    meta: StepMetadata
+    sample_rows: torch.Tensor
+
+
+def _filled(array: np.ndarray, count: int, value: int) -> np.ndarray:
+    """The array with `count` more rows of `value`."""
+    if count == 0:
+        return array
+    return np.concatenate([array, np.full((count, *array.shape[1:]), value, array.dtype)])
+
+
+class InputBuilder:
+    """Builds the inputs of every step of one loop, in step order and on one stream."""
+
+    def __init__(
+        self,
+        pools: CachePools,
+        limits: StepLimits,
+        reader: HistoryReader,
+        ratios: tuple[int, ...],
+        row_multiple: int | None = None,
+    ) -> None:
+        """row_multiple: None = 1 on a CPU, `DEVICE_ROWS` elsewhere. Above 1 shapes are fixed."""
+        self.pools, self.device = pools, pools.device
+        if row_multiple is None:
+            row_multiple = 1 if self.device.type == "cpu" else DEVICE_ROWS
+        self.row_multiple = row_multiple
+        self._limits, self._reader, self._ratios = limits, reader, ratios
+        self._prompts, self._decodes = Staging(self.device), Staging(self.device, fixed=True)
+        compress = reader.table.compress
+        self._lookup = (
+            None if compress is None else torch.from_numpy(compress.astype(np.int64)).to(self.device)
+        )
+
+    def build(self, plan: StepPlan, members: np.ndarray, in_flight: InFlight | None) -> StepInputs:
+        """members: int64 plan indices that are sampled. in_flight: results of the uncommitted step before,
+        where this one has sequences of it; None = the host knows all tokens. An empty plan gives placeholders
+        alone."""
+        rows = StepRows.of(plan)
+        count = len(rows.positions)
+        more = -count % self.row_multiple if count else self.row_multiple
+        tail = np.full(1 if plan.is_prompt else more, more if plan.is_prompt else 1) if more else np.empty(0)
+        tail = tail.astype(plan.q.dtype)
+        arguments: dict[str, Any] = {
+            "q": np.concatenate([plan.q, tail]),
+            "k": np.concatenate([plan.k, tail]),
+            "state_ids": _filled(plan.rows, len(tail), 0),
+            "block_tables": _filled(self._tables(plan), len(tail), 0),
+            "valid": np.arange(count + more) < count if more else None,
+            **self._tokens(plan, rows, more, in_flight is not None),
+        }
+        last_rows = np.cumsum(plan.q) - 1
+        extras = [_filled(last_rows[members], -len(members) % self.row_multiple, 0)]
+        if in_flight is not None:
+            extras += self._overlapped(plan, rows, len(tail), more)
+        if plan.is_prompt:
+            meta = build_prefill(
+                self.pools.layout, self._ratios, **arguments, staging=self._prompts, extras=extras
+            )
+        else:
+            meta = build_decode(
+                self.pools.layout,
+                self._ratios,
+                **arguments,
+                staging=self._decodes,
+                extras=extras,
+                fixed_shape=self.row_multiple > 1,
+            )
+        if in_flight is not None:
+            self._gather(meta, in_flight)
+        return StepInputs(meta, meta.extras[0])
+
+    def _tables(self, plan: StepPlan) -> np.ndarray:
+        table = self._reader.table
+        tables = table.block_table[plan.rows]
+        if not plan.is_empty:
+            self._limits.check(
+                is_prefill=plan.is_prompt,
+                q=plan.q,
+                k=plan.k,
+                state_ids=plan.rows,
+                block_tables=tables,
+                num_blocks_of=table.n_blocks[plan.rows],
+            )
+        return tables
+
+    def _tokens(self, plan: StepPlan, rows: StepRows, more: int, later: bool) -> dict[str, np.ndarray]:
+        """Token ids and windows of all rows; zeros where the device fills them in `later`."""
+        order, count = self._reader.order, len(rows.positions)
+        if later or plan.is_empty:
+            ids_T, ngrams_TG = np.zeros(count, np.int64), np.zeros((count, order), np.int64)
+        else:
+            ids_T, ngrams_TG = self._reader.tokens(plan, rows)
+        return {
+            "input_ids": _filled(ids_T, more, 0),
+            "ngram_ids": _filled(ngrams_TG, more, self._reader.pad),
+        }
+
+    def _overlapped(self, plan: StepPlan, rows: StepRows, sequences: int, more: int) -> list[np.ndarray]:
+        """What `_gather` reads; placeholders are fresh sequences of token 0."""
+        fresh_ids, fresh_compressed, window = self._reader.overlapped(plan)
+        return [
+            _filled(plan.remap, sequences, -1),
+            _filled(fresh_ids, sequences, 0),
+            _filled(fresh_compressed, sequences, self._reader.pad),
+            _filled(window, sequences, self._reader.pad),
+            _filled(rows.row_in_seq, more, 0),
+        ]
+
+    def _gather(self, meta: StepMetadata, in_flight: InFlight) -> None:
+        _, remap, fresh_ids, fresh_compressed, window, row_in_seq = meta.extras
+        meta.input_ids, meta.ngram_ids = gather_in_flight(
+            remap,
+            fresh_ids,
+            fresh_compressed,
+            window,
+            in_flight,
+            self._lookup,
+            self._reader.pad,
+            (meta.seq_of_row, row_in_seq),
+            order=self._reader.order,
+        )
