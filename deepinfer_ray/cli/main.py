@@ -14,9 +14,11 @@ import typer
 from deepinfer_ray import __version__
 from deepinfer_ray.cli.bench import bench
 from deepinfer_ray.cli.demo import demo
+from deepinfer_ray.cli.doctor import doctor
 from deepinfer_ray.cli.generate import GenerateCommand, generate
 from deepinfer_ray.cli.inspect_cmd import inspect
 from deepinfer_ray.cli.make_checkpoint import make_checkpoint
+from deepinfer_ray.cli.plan import PlanCommand, plan
 from deepinfer_ray.errors import DeepInferError
 from deepinfer_ray.job.signals import StopNow
 
@@ -50,6 +52,8 @@ app.command(cls=GenerateCommand)(generate)
 app.command()(demo)
 app.command()(make_checkpoint)
 app.command()(inspect)
+app.command(cls=PlanCommand)(plan)
+app.command()(doctor)
 app.command()(bench)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from deepinfer_ray.chat.options import ParseOptions
 from deepinfer_ray.engine.request import SamplingParams, as_token_ids, completion_seed
 from deepinfer_ray.errors import RowError
 from deepinfer_ray.job import values
-from deepinfer_ray.job.plan import Part
 from deepinfer_ray.job.prompts import Ask, Asked, PromptKind
 from deepinfer_ray.job.source import id_strings
 
@@ -59,6 +58,14 @@ class EncodedRow:
         return f"EncodedRow({self.row_id}, prompt_tokens={self.prompt_tokens}, error={self.error!r})"
 
 
+class RowNames(Protocol):
+    """Names rows that bring no id of their own: a part of an input, a batch of a pipeline."""
+
+    def row_name(self, row: int) -> str:
+        """Id of the row at that place of the table."""
+        ...
+
+
 class Encoder:
     """Encodes the rows of a part, one at a time and in order.
 
@@ -80,7 +87,7 @@ class Encoder:
         self._schema_column = schema_column
         self._base = SamplingParams(**rules.sampling)
 
-    def encode(self, part: Part, table: pa.Table) -> Iterator[EncodedRow]:
+    def encode(self, part: RowNames, table: pa.Table) -> Iterator[EncodedRow]:
         """One `EncodedRow` for each row of `table`, lazily."""
         ask = self._kind.of(table)
         schema_of = values.getter(table[self._schema_column]) if self._schema_column else None
