@@ -83,6 +83,14 @@ class CacheOptions(Section):
     state_slots_ratio: float = Field(1.2, ge=1)
     store_extra_state: bool = False
     store_extra_tokens: int = Field(128, ge=0)
+    prefix_reuse: bool = True
+    """Keep the cache of token prefixes that waiting requests share, and start requests from it."""
+    prefix_budget_fraction: float = Field(0.25, ge=0, le=0.9)
+    """Most that kept prefixes may hold: of the blocks, given back when a sequence needs them, and of the
+    bytes beside the state slots, set aside for copies of their window rings."""
+    prefix_min_saved_tokens: int = Field(256, ge=1)
+    """A prefix is kept for the waiting requests that it spares this many tokens together: keeping one may
+    cost a step of its own."""
     graph_reserve_bytes: int = Field(0, ge=0)
     num_blocks_override: int | None = Field(None, ge=2)
     """Blocks instead of the number that the memory budget gives; block 0 belongs to nobody."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from deepinfer_ray.engine.block_manager import Fit
 from deepinfer_ray.engine.plan import StepPlan
+from deepinfer_ray.engine.prefix_cache import KeptPrefix
 from deepinfer_ray.engine.sequence import Sequence, Status
 from deepinfer_ray.engine.settings import BLOCK_TOKENS, PREFILL_WATERMARK
 from deepinfer_ray.engine.state import SchedulerState, blocks_for
@@ -48,7 +49,10 @@ class _Candidate:
     new_blocks: int
     """Blocks to take; 0 for a continuing chunk."""
     shared: list[int] = field(default_factory=list)
+    prefix: KeptPrefix | None = None
     q: int = 0
+    leaves_prefix: bool = False
+    """The chunk was cut so that others can start from what is computed then."""
     num_checkpoints: int = 0
     """Leading checkpoints that are behind the sequence once this chunk ran."""
 
@@ -64,6 +68,7 @@ class Adder:
     chosen: list[_Candidate] = field(default_factory=list)
     clone_states: list[tuple[int, int]] = field(default_factory=list)
     clone_blocks: list[tuple[int, int]] = field(default_factory=list)
+    save_states: list[tuple[int, int]] = field(default_factory=list)
     ignored: bool = False
     stop: bool = False
 
@@ -113,13 +118,17 @@ class Adder:
             return None
         if sequence.fork is not None and not state.fork_fits(sequence.fork):
             state.drop_fork(sequence)
+        prefix = state.prefixes.find(sequence, length) if sequence.fork is None else None
+        if state.prefixes.is_coming(sequence, length, prefix.num_tokens if prefix is not None else 0):
+            self.stop = True  # this very step computes a longer prefix of it
+            return None
         while True:
             fork = sequence.fork
-            cached = fork.num_tokens if fork is not None else 0
+            cached = fork.num_tokens if fork is not None else prefix.num_tokens if prefix is not None else 0
             full = cached // BLOCK_TOKENS
-            if state.can_place(total - full) is Fit.OK:
+            if state.can_place(total - full, prefix) is Fit.OK:
                 shared = fork.blocks[:full] if fork is not None else []
-                return _Candidate(sequence, length, cached, total - full, shared)
+                return _Candidate(sequence, length, cached, total - full, shared, prefix)
             stuck = not (self.chosen or state.num_decodable() or state.prompted)
             if not stuck or not self._relieve(sequence):
                 self.stop = True
@@ -166,6 +175,13 @@ class Adder:
             if checkpoint > c.num_cached:
                 q = checkpoint - c.num_cached
                 break
+        if settings.chunked_prefill:
+            end = c.num_cached + q
+            cut = self.state.prefixes.next_cut(sequence, c.num_cached, end, c.length)
+            c.leaves_prefix = cut is not None
+            q = (end if cut is None else cut) - c.num_cached
+            while passed and sequence.checkpoints[passed - 1] > c.num_cached + q:
+                passed -= 1  # beyond the cut
         grown = protect_images(sequence, c.num_cached, q, c.length, grow=first)
         if self.tokens + -(-grown // align) * align > budget:
             grown = protect_images(sequence, c.num_cached, q, c.length, grow=False)
@@ -212,16 +228,24 @@ class Adder:
         if c.num_cached + c.q == c.length:
             self.num_seqs += 1
             state.start_running(sequence)
-        elif settings.role == "normal":
+        elif settings.role == "normal" and not c.leaves_prefix:
             self.stop = True  # a chunk closes the batch
+        row = sequence.row
+        kept = state.prefixes.keep(sequence, c.num_cached + c.q, state.table.block_table[row])
+        self.save_states += [(row, snapshot) for snapshot in kept]
 
     def _place(self, c: _Candidate) -> None:
-        new = self.state.blocks.take(c.new_blocks)
-        materialise(self.state, c.sequence, c.shared, new, self.clone_states, self.clone_blocks)
+        state = self.state
+        new = state.take_blocks(c.new_blocks, c.prefix)
+        if c.prefix is None:
+            materialise(state, c.sequence, c.shared, new, self.clone_states, self.clone_blocks)
+        else:
+            restore(state, c.sequence, c.prefix, new, self.clone_states, self.clone_blocks)
 
     def plan(self, step: int) -> StepPlan:
         """The prompt step of what was admitted; empty if nothing was."""
         state = self.state
+        state.prefixes.publish()
         table = state.table
         rows = np.array([c.sequence.row for c in self.chosen], np.int64)
         q = np.array([c.q for c in self.chosen], np.int32)
@@ -254,6 +278,7 @@ class Adder:
             draft_write=table.draft_slot[rows],
             clone_states=np.array(self.clone_states, np.int32).reshape(-1, 2),
             clone_blocks=np.array(self.clone_blocks, np.int32).reshape(-1, 2),
+            save_states=np.array(self.save_states, np.int32).reshape(-1, 2),
             block_updates=np.concatenate(updates) if updates else np.empty((0, 3), np.int32),
         )
 
@@ -291,6 +316,31 @@ def materialise(
     return row
 
 
+def restore(
+    state: SchedulerState,
+    sequence: Sequence,
+    prefix: KeptPrefix,
+    new: np.ndarray,
+    clone_states: list[tuple[int, int]],
+    clone_blocks: list[tuple[int, int]],
+) -> int:
+    """Gives a sequence its row with a kept prefix in it: full blocks are shared, a partial one is copied into
+    `new[0]`, the rings come from the snapshot. Returns the row."""
+    state.prefixes.use(prefix)
+    full = prefix.num_tokens // BLOCK_TOKENS
+    shared = prefix.blocks[:full]
+    state.blocks.pin(shared)
+    if full < len(prefix.blocks):
+        source = int(prefix.blocks[full])
+        state.blocks.pin([source])
+        state.unpin_blocks.append(source)
+        clone_blocks.append((source, int(new[0])))
+    row = state.place(sequence, np.concatenate((shared, new)))
+    state.table.num_cached[row] = sequence.cached_tokens = prefix.num_tokens
+    clone_states.append((prefix.snapshot, row))
+    return row
+
+
 def wants_prefill(state: SchedulerState) -> bool:
     """Whether this rank would start a prompt step: below the watermark and the head of the queue is ready.
 
@@ -300,6 +350,6 @@ def wants_prefill(state: SchedulerState) -> bool:
     head = state.waiting_head()
     if head is None or not head.schedulable:
         return False
-    if state.blocks.used_fraction <= PREFILL_WATERMARK:
+    if state.blocks.used_fraction <= PREFILL_WATERMARK or state.used_fraction <= PREFILL_WATERMARK:
         return True
     return not state.num_decodable() and not state.prompted

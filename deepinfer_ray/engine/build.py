@@ -118,7 +118,8 @@ def build_engine(
             checkpoint, parts.numerics, max_positions=bound, backend="cpu", device=parts.device
         )
     capacity = capacity_of(parts)
-    pools = CachePools(parts.layout, capacity.num_blocks, capacity.num_slots, parts.device)
+    num_slots = capacity.num_slots + capacity.num_snapshots
+    pools = CachePools(parts.layout, capacity.num_blocks, num_slots, parts.device)
     return Engine(
         model,
         pools,

@@ -21,10 +21,13 @@ class Capacity:
     num_slots: int
     block_bytes: int
     slot_bytes: int
+    num_snapshots: int = 0
+    """Slots beyond `num_slots`, for the rings of kept prefixes."""
 
     @property
     def total_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes + self.num_slots * self.slot_bytes
+        slots = self.num_slots + self.num_snapshots
+        return self.num_blocks * self.block_bytes + slots * self.slot_bytes
 
     @property
     def tokens(self) -> int:
@@ -39,14 +42,23 @@ def useful_blocks(config: EngineConfig) -> int:
     return max(per_sequence * (config.num_state_slots - 1), by_rule) + 2
 
 
+def useful_snapshots(config: EngineConfig) -> int:
+    """Kept prefixes beyond which a rank gains little: a few more than the groups among its waiting rows."""
+    if not (config.cache.prefix_reuse and config.cache.prefix_budget_fraction):
+        return 0
+    return max(4, config.scheduler.max_seqs // 4) if config.scheduler.role != "completion" else 0
+
+
 def plan_capacity(layout: CacheLayout, config: EngineConfig, budget_bytes: int) -> Capacity:
-    """Slots first, blocks from what is left, down to an even number and to no more than can be used.
+    """Slots first, blocks from what is left, down to an even number and to no more than can be used; before
+    the blocks, copies of kept prefixes' rings up to their share of what is left.
 
     `ConfigError` if the slots alone exceed the budget, if fewer than two blocks remain, or if a sequence of
     maximal length does not fit in 0.8 of the blocks.
     """
     num_slots = config.num_state_slots
     slots_bytes = num_slots * layout.slot_bytes
+    num_snapshots = useful_snapshots(config)
     num_blocks = config.cache.num_blocks_override
     if num_blocks is None:
         left = budget_bytes - slots_bytes - config.cache.graph_reserve_bytes
@@ -57,6 +69,10 @@ def plan_capacity(layout: CacheLayout, config: EngineConfig, budget_bytes: int) 
                 f"scheduler.max_seqs = {config.scheduler.max_seqs} or raise the budget "
                 "(cache.cpu_budget_bytes on CPU, cache.memory_utilization on GPU)"
             )
+        num_snapshots = min(
+            num_snapshots, int(left * config.cache.prefix_budget_fraction) // layout.slot_bytes
+        )
+        left -= num_snapshots * layout.slot_bytes
         num_blocks = min(left // layout.block_bytes, useful_blocks(config)) // 2 * 2
     config.check_capacity(num_blocks)
-    return Capacity(num_blocks, num_slots, layout.block_bytes, layout.slot_bytes)
+    return Capacity(num_blocks, num_slots, layout.block_bytes, layout.slot_bytes, num_snapshots)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from deepinfer_ray.engine.admission import materialise
-from deepinfer_ray.engine.block_manager import IntegrityError
+from deepinfer_ray.engine.block_manager import Fit, IntegrityError
 from deepinfer_ray.engine.plan import NO_PAIRS, NO_TRIPLES, StepPlan
 from deepinfer_ray.engine.preemption import preempt
 from deepinfer_ray.engine.settings import BLOCK_TOKENS
@@ -137,6 +137,8 @@ class DecodeScheduler:
             self._trim(row, surplus)  # after a prompt step flushed the pipeline
         wanting = need > 0
         count = int(np.count_nonzero(wanting))
+        if len(state.prefixes) and state.blocks.num_free < count + strict:
+            state.prefixes.give_back(count + strict)
         left = state.blocks.num_free - count
         if left < 0 or (left == 0 and strict):
             return self._reserve_short(rows, need)
@@ -201,7 +203,7 @@ class DecodeScheduler:
                     state.waiting.appendleft(sequence)  # its source moved on: it prefills itself
                     continue
                 if sequence.fork is not None:
-                    if not state.blocks.num_free or not state.slots.num_free:
+                    if state.can_place(1) is not Fit.OK:
                         if state.running.size or entered:
                             break
                         state.drop_fork(sequence)  # nobody runs, so nobody would ever make room
@@ -222,7 +224,7 @@ class DecodeScheduler:
         sequence = state.prompted[0]
         assert sequence.fork is not None
         full, partial = divmod(num_tokens, BLOCK_TOKENS)
-        new = state.blocks.take(1 if partial else 0)
+        new = state.take_blocks(1 if partial else 0)
         row = materialise(
             state, sequence, sequence.fork.blocks[:full], new, self._clone_states, self._clone_blocks
         )

@@ -74,7 +74,11 @@ class Engine:
         ends = (defaults or GenerationDefaults()).eos_token_ids or (model.config.eos_token_id,)
         self.eos_token_id, self._more_ends = ends[0], ends[1:]
         self.settings = settings or SchedulerSettings.of(
-            config, pools.num_blocks, vocab_size=self.vocab_size, eos_token_id=self.eos_token_id
+            config,
+            pools.num_blocks,
+            vocab_size=self.vocab_size,
+            eos_token_id=self.eos_token_id,
+            num_slots=pools.num_slots,
         )
         self._check_pools()
         if model.config.text.has_engram and compress is None:
@@ -132,10 +136,11 @@ class Engine:
 
     def _check_pools(self) -> None:
         settings, pools = self.settings, self.pools
-        if pools.num_blocks < settings.num_blocks or pools.num_slots < settings.num_state_slots:
+        num_slots = settings.num_state_slots + settings.prefix_snapshots
+        if pools.num_blocks < settings.num_blocks or pools.num_slots < num_slots:
             raise ConfigError(
                 f"the cache pools hold {pools.num_blocks} blocks and {pools.num_slots} slots, the scheduler "
-                f"was promised {settings.num_blocks} and {settings.num_state_slots}"
+                f"was promised {settings.num_blocks} and {num_slots}"
             )
         settings.require_headroom()
 

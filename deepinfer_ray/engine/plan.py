@@ -55,6 +55,8 @@ class StepPlan:
     """int32 [m, 2] (source, destination) state slots to copy before the forward."""
     clone_blocks: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     """int32 [m, 2] (source, destination) blocks to copy before the forward."""
+    save_states: np.ndarray = field(default_factory=lambda: NO_PAIRS)
+    """int32 [m, 2] (row, snapshot) state slots to copy right after the forward: kept prefixes."""
     block_updates: np.ndarray = field(default_factory=lambda: NO_TRIPLES)
     """int32 [m, 3] (row, column, block id) entries of the block table that this schedule wrote."""
     decode_step: int = 0

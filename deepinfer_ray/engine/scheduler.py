@@ -356,7 +356,7 @@ class Scheduler:
             extra=extra,
         )
         self._register(sequence)
-        row = state.place(sequence, state.blocks.take(count))
+        row = state.place(sequence, state.take_blocks(count))
         self.table.num_cached[row] = len(tokens) - 1
         sequence.queued = True
         return sequence
@@ -408,11 +408,12 @@ class Scheduler:
         owed = state.quarantine or state.unpin_blocks or state.unpin_states or state.reaped
         if self.has_unfinished or owed:
             return
+        kept = {state.blocks: state.prefixes.num_reclaimable()}
         for pool in (state.blocks, state.slots):
-            if pool.num_free != pool.size - 1:
+            used = pool.size - 1 - pool.num_free - kept.get(pool, 0)
+            if used:
                 raise IntegrityError(
-                    f"the engine is idle, but {pool.size - 1 - pool.num_free} of {pool.size - 1} "
-                    f"{pool.noun}s are used"
+                    f"the engine is idle, but {used} of {pool.size - 1} {pool.noun}s are used"
                 )
         if state.draft_slots.num_used:
             raise IntegrityError(f"the engine is idle, but {state.draft_slots.num_used} draft slots are used")
@@ -431,6 +432,7 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.queued = True
         self.state.waiting.append(sequence)
+        self.state.prefixes.joined(sequence)
 
     def _end_now(self, sequence: Sequence, status: Status, code: str | None, message: str) -> None:
         self.state.outbox.append(self.state.end(sequence, status, message, code))

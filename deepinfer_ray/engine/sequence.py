@@ -10,11 +10,14 @@ import enum
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deepinfer_ray.engine.request import FinishReason, Request, RequestResult
+
+if TYPE_CHECKING:
+    from deepinfer_ray.engine.prefix_cache import SharePoints
 
 
 class Status(enum.IntEnum):
@@ -88,6 +91,10 @@ class Sequence:
     checkpoints: deque[int] = field(default_factory=deque)
     image_spans: Items[tuple[int, int]] = ()
     fork: ForkSource | None = None
+    share: SharePoints | None = None
+    """Where others may take over its cache, or it theirs; set once it waited with prefix reuse on."""
+    in_demand: bool = False
+    """Whether its share points are counted among those that wait."""
     cached_tokens: int = 0
     num_preemptions: int = 0
     num_self_preemptions: int = 0

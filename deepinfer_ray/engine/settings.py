@@ -54,6 +54,13 @@ class SchedulerSettings:
     state_slots_ratio: float = 1.2
     state_slots: int | None = None
     """Number of state slots, slot 0 included; None: from the ratio."""
+    prefix_snapshots: int = 0
+    """Prefixes that can be kept for reuse, each with a state slot behind `num_state_slots`; 0 = no reuse."""
+    prefix_block_fraction: float = 0.25
+    """Most blocks that kept prefixes may hold; they give them back when a sequence needs one."""
+    prefix_min_saved_tokens: int = 256
+    keep_tokens: int = 0
+    """Of prefill truncation; 0 = off."""
     cp: int = 1
     varlen: bool = False
     eos_token_id: int = 1
@@ -85,6 +92,12 @@ class SchedulerSettings:
             "cache.state_slots_ratio",
             self.state_slots_ratio,
             "must be at least 1",
+        )
+        self._require(
+            0 <= self.prefix_block_fraction < 1,
+            "cache.prefix_budget_fraction",
+            self.prefix_block_fraction,
+            "must be in [0, 1)",
         )
         self._require(self.cp >= 1, "parallel.cp", self.cp, "must be at least 1")
         decode_rows = self.max_seqs * (1 + self.num_drafts)
@@ -196,9 +209,14 @@ class SchedulerSettings:
         return replace(self, idle_fast_path=False, strict_block_headroom=True)
 
     @classmethod
-    def of(cls, config: Any, num_blocks: int, *, vocab_size: int, eos_token_id: int) -> SchedulerSettings:
-        """From an `EngineConfig` (groups scheduler, cache, speculative, structured, parallel)."""
+    def of(
+        cls, config: Any, num_blocks: int, *, vocab_size: int, eos_token_id: int, num_slots: int | None = None
+    ) -> SchedulerSettings:
+        """From an `EngineConfig` (groups scheduler, cache, prefill, speculative, structured, parallel).
+
+        num_slots: state slots of the pools; those beyond `num_state_slots` keep prefixes."""
         s, cache, speculative = config.scheduler, config.cache, config.speculative
+        spare = 0 if num_slots is None else max(0, num_slots - config.num_state_slots)
         return cls(
             num_blocks=num_blocks,
             max_model_len=s.max_model_len,
@@ -218,6 +236,10 @@ class SchedulerSettings:
             idle_fast_path=s.idle_fast_path,
             strict_block_headroom=s.strict_block_headroom,
             state_slots_ratio=cache.state_slots_ratio,
+            prefix_snapshots=spare if cache.prefix_reuse and s.role != "completion" else 0,
+            prefix_block_fraction=cache.prefix_budget_fraction,
+            prefix_min_saved_tokens=cache.prefix_min_saved_tokens,
+            keep_tokens=0 if config.prefill.truncation_mode == "off" else config.prefill.keep_tokens,
             cp=config.parallel.cp,
             varlen=speculative.varlen,
             eos_token_id=eos_token_id,

@@ -13,6 +13,7 @@ import numpy as np
 
 from deepinfer_ray.engine.block_manager import BlockPool, Fit, IntegrityError, SlotStack
 from deepinfer_ray.engine.plan import StepPlan
+from deepinfer_ray.engine.prefix_cache import KeptPrefix, PrefixCache
 from deepinfer_ray.engine.sequence import ForkSource, Sequence, Status, Terminal
 from deepinfer_ray.engine.settings import BLOCK_TOKENS, SchedulerSettings
 from deepinfer_ray.engine.table import NO_SEQUENCE, SequenceTable
@@ -39,6 +40,14 @@ class SchedulerState:
         self.blocks = BlockPool(settings.num_blocks, "block")
         self.slots = BlockPool(num_rows, "state slot")
         self.draft_slots = SlotStack(settings.max_seqs)
+        self.prefixes = PrefixCache(
+            self.blocks,
+            range(num_rows, num_rows + settings.prefix_snapshots),
+            max_blocks=int(settings.prefix_block_fraction * settings.num_blocks),
+            slack=settings.backtracking,
+            min_saved_tokens=settings.prefix_min_saved_tokens,
+            keep_tokens=settings.keep_tokens,
+        )
         self.waiting: deque[Sequence] = deque()
         self.prompted: deque[Sequence] = deque()
         """Sequences with a complete prompt that enter decode without a prefill here: forks, hand-overs."""
@@ -88,18 +97,36 @@ class SchedulerState:
             self.waiting.popleft()
         return None
 
-    def can_place(self, num_blocks: int) -> Fit:
-        """Whether `num_blocks` blocks and one state slot can be had together."""
+    @property
+    def used_fraction(self) -> float:
+        """Used share of the blocks (spec/engine.md §3.2); what kept prefixes would give back is not used."""
+        used = self.blocks.size - self.blocks.num_free
+        if len(self.prefixes):
+            used -= self.prefixes.num_reclaimable()
+        return used / self.blocks.size
+
+    def can_place(self, num_blocks: int, prefix: KeptPrefix | None = None) -> Fit:
+        """Whether `num_blocks` blocks and one state slot can be had together, `prefix` staying kept."""
         fit = self.blocks.can_take(num_blocks)
+        if fit is Fit.LATER and len(self.prefixes):
+            enough = self.blocks.num_free + self.prefixes.num_reclaimable(prefix) >= num_blocks
+            fit = Fit.OK if enough else Fit.LATER
         if fit is Fit.OK and self.slots.num_free == 0:
             return Fit.LATER
         return fit
 
     # -- acts -----------------------------------------------------------------------------------------
 
+    def take_blocks(self, count: int, prefix: KeptPrefix | None = None) -> np.ndarray:
+        """int32 [count] blocks; kept prefixes other than `prefix` make room if they have to."""
+        if count > self.blocks.num_free:
+            self.prefixes.give_back(count, prefix)
+        return self.blocks.take(count)
+
     def place(self, sequence: Sequence, blocks: np.ndarray) -> int:
         """A row for the sequence, with `blocks` (int32, references are already its own) as its block
         table."""
+        self.prefixes.left(sequence)
         row = int(self.slots.take(1)[0])
         self.admissions += 1
         self.table.assign(row, sequence, self.settings.eos_token_id, self.admissions)
@@ -154,6 +181,7 @@ class SchedulerState:
         sequence.tokens, sequence.logprobs = tokens, logprobs
         sequence.status = Status.WAITING
         sequence.cached_tokens = 0
+        self.prefixes.joined(sequence)
 
     def end(
         self, sequence: Sequence, status: Status, error: str | None = None, error_code: str | None = None
@@ -161,6 +189,7 @@ class SchedulerState:
         """The one terminal record of a sequence. What memory it holds is for the caller to free or reap."""
         if sequence.ended:
             raise IntegrityError(f"{sequence} ended twice")
+        self.prefixes.left(sequence)
         row = sequence.row
         if row:
             tokens, logprobs = self.table.output_tokens(row)
@@ -221,6 +250,8 @@ class SchedulerState:
             if sequence.fork is not None:
                 np.add.at(block_refs, sequence.fork.blocks, 1)
                 slot_refs[sequence.fork.state] += 1
+        self.prefixes.add_refs(block_refs)
+        self.prefixes.check_demand(list(self.waiting))
         np.add.at(block_refs, self.unpin_blocks, 1)
         np.add.at(slot_refs, self.unpin_states, 1)
         self.blocks.check_integrity(block_refs)

@@ -205,6 +205,8 @@ class StepLoop:
             step = self.inputs.build(plan, flight.members, in_flight)
         with self._span("forward", plan.step):
             output = self.model.forward(step.meta, self.pools)
+        if len(plan.save_states):
+            self.pools.clone_slots(plan.save_states[:, 0].tolist(), plan.save_states[:, 1].tolist())
         if not plan.is_empty:
             flight.hidden, flight.sample_rows = output.hidden, step.sample_rows
             if plan.is_prompt:

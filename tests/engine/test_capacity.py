@@ -15,6 +15,7 @@ LAYOUT = MockModel(mock_config()).layout()
 
 
 def config(max_model_len: int = 1000, **cache: Any) -> EngineConfig:
+    cache = {"prefix_reuse": False, **cache}
     return EngineConfig(scheduler={"max_seqs": 10, "max_model_len": max_model_len}, cache=cache)  # type: ignore[arg-type]
 
 
@@ -32,6 +33,25 @@ def test_reserve_and_override_bend_the_division() -> None:
     reserved = config(graph_reserve_bytes=4 * LAYOUT.block_bytes)
     assert plan_capacity(LAYOUT, reserved, budget).num_blocks == 20
     assert plan_capacity(LAYOUT, config(num_blocks_override=31), 0).num_blocks == 31
+
+
+def test_copies_of_kept_prefixes_take_their_share_before_the_blocks() -> None:
+    slot, block = LAYOUT.slot_bytes, LAYOUT.block_bytes
+    budget = 13 * slot + 12 * slot + 21 * block
+    got = plan_capacity(LAYOUT, config(prefix_reuse=True, prefix_budget_fraction=0.25), budget)
+    left = 12 * slot + 21 * block
+    assert got.num_snapshots == min(4, int(left * 0.25) // slot) > 0
+    assert got.num_blocks == (left - got.num_snapshots * slot) // block // 2 * 2
+    assert got.total_bytes <= budget
+    poor = plan_capacity(
+        LAYOUT, config(prefix_reuse=True, prefix_budget_fraction=0.05), 13 * slot + 21 * block
+    )
+    assert (poor.num_snapshots, poor.num_blocks) == (2, 20)
+    override = config(prefix_reuse=True, num_blocks_override=31)
+    assert plan_capacity(LAYOUT, override, 0).num_snapshots == 4
+    assert (
+        plan_capacity(LAYOUT, config(prefix_reuse=True, prefix_budget_fraction=0), budget).num_snapshots == 0
+    )
 
 
 def test_no_more_blocks_than_can_be_used() -> None:

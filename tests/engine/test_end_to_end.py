@@ -139,4 +139,4 @@ def test_the_engine_of_a_directory_serves_and_reports() -> None:
     engine = build_engine(TINY, config, "cpu")
     run(engine)
     assert engine.stats["finished"] == {"length": 9}
-    assert engine.pools.num_slots == 5
+    assert engine.settings.num_state_slots == 5
