@@ -1,0 +1,136 @@
+"""Steps as a device runs them, on a CPU: filled-up rows and fixed shapes change no bit of any result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer_ray.cache.metadata import StepMetadata
+from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.engine.build import prepare
+from deepinfer_ray.engine.engine import Engine
+from deepinfer_ray.engine.request import Request, SamplingParams
+from deepinfer_ray.engine.settings import SchedulerSettings
+from deepinfer_ray.engine.step_inputs import DEVICE_ROWS
+from deepinfer_ray.model.checkpoint import Checkpoint
+from deepinfer_ray.model.weights import load_text_model
+
+TINY = Path(__file__).parents[1] / "data" / "golden" / "tinyB"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    parts = prepare(TINY, EngineConfig(), "cpu")
+    with Checkpoint.open(TINY) as checkpoint:
+        return parts, load_text_model(checkpoint, parts.numerics, max_positions=384)
+
+
+def make_engine(tiny: Any, model: Any = None, **settings: Any) -> Engine:
+    parts, loaded = tiny
+    values = {"max_model_len": 300, "max_seqs": 8, "max_batched_tokens": 300, **settings}
+    resolved = SchedulerSettings(num_blocks=64, vocab_size=512, eos_token_id=1, **values)
+    pools = CachePools(parts.layout, 64, resolved.num_state_slots)
+    pools.poison(range(1, pools.num_slots), range(1, pools.num_blocks))
+    return Engine(
+        model or loaded, pools, parts.tokenizer, parts.config, compress=parts.compress, settings=resolved
+    )
+
+
+def run(engine: Engine, max_tokens: int = 9) -> list[Any]:
+    random = np.random.default_rng(4)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 1.0, "top_p": 0.9, "prompt_logprobs": 0},
+        {"temperature": 0.8, "logprobs": 1, "repetition_penalty": 1.1},
+    ]
+    for number, length in enumerate((3, 126, 17, 250, 40)):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **kinds[number % 3])
+        engine.add(Request(random.integers(3, 509, length).astype(np.int32), params, seed=number))
+    results = sorted(engine.run(), key=lambda result: result.request_id)
+    engine.check_integrity()
+    return [
+        (
+            result.error,
+            result.token_ids.tolist(),
+            None if result.logprobs is None else result.logprobs.tolist(),
+            result.top_logprobs,
+            None if result.prompt_logprobs is None else result.prompt_logprobs.tolist(),
+        )
+        for result in results
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"zos": False}, {"zos": True}, {"zos": True, "max_seqs": 2}], ids=str)
+def test_filled_up_steps_give_the_same_bits(tiny: Any, settings: dict[str, Any]) -> None:
+    plain = run(make_engine(tiny, zos=False))
+    assert [len(result[1]) for result in plain] == [9] * 5
+    engine = make_engine(tiny, **settings)
+    engine.loop.inputs.row_multiple = DEVICE_ROWS
+    assert run(engine) == plain
+
+
+class Watch:
+    """A model that also keeps the shapes of the decode metadata that it is given."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config, self.max_positions = model, model.config, model.max_positions
+        self.shapes: list[dict[str, Any]] = []
+
+    def forward(self, meta: StepMetadata, pools: CachePools) -> Any:
+        if not meta.is_prefill:
+            shapes: dict[str, Any] = {"max_klen": dict(meta.max_klen)}
+            for owner in (meta, *meta.ratios.values()):
+                for name in owner.__dataclass_fields__:
+                    value = getattr(owner, name)
+                    if isinstance(value, torch.Tensor):
+                        ratio = getattr(owner, "ratio", 0)
+                        shapes[f"{ratio}.{name}"] = tuple(value.shape)
+            self.shapes.append(shapes)
+        return self.model.forward(meta, pools)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.model.logits(hidden))
+
+
+def test_decode_shapes_depend_on_the_batch_alone(tiny: Any) -> None:
+    watch = Watch(tiny[1])
+    engine = make_engine(tiny, watch, zos=True)
+    engine.loop.inputs.row_multiple = DEVICE_ROWS
+    run(engine, max_tokens=30)
+    tables = [shapes["0.block_tables"] for shapes in watch.shapes]
+    assert len(watch.shapes) >= 29
+    assert set(tables) == {(DEVICE_ROWS, 2), (DEVICE_ROWS, 3)}  # 250 + 30 tokens cross a block: 2, then all 3
+    for before, after in zip(watch.shapes, watch.shapes[1:], strict=False):
+        if before["0.block_tables"] == after["0.block_tables"]:
+            assert before == after
+
+
+def test_placeholders_are_marked(tiny: Any) -> None:
+    seen: list[SimpleNamespace] = []
+
+    class Keep(Watch):
+        def forward(self, meta: StepMetadata, pools: CachePools) -> Any:
+            seen.append(SimpleNamespace(valid=meta.valid.clone(), all=meta.all_valid, rows=meta.num_rows))
+            return super().forward(meta, pools)
+
+    engine = make_engine(tiny, Keep(tiny[1]), zos=False)
+    engine.loop.inputs.row_multiple = DEVICE_ROWS
+    run(engine)
+    assert {step.rows % DEVICE_ROWS for step in seen} == {0}
+    assert [int(step.valid.sum()) for step in seen][:3] == [300, 136, 5]
+    assert [step.all for step in seen][:3] == [False, False, False]
