@@ -72,6 +72,7 @@ class EngineStats:
     """Steps over which the balance of expert load is judged."""
     steps: int = 0
     prompt_steps: int = 0
+    """With work in them; an empty step counts as empty, whatever its kind."""
     empty_steps: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -94,8 +95,10 @@ class EngineStats:
     _endings: deque[Ending] = field(default_factory=lambda: deque(maxlen=ENDINGS))
     _loads: deque[tuple[float, float]] = field(init=False)
     _went_on: bool = False
+    _born: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self._born = self.clock()
         self._samples = deque(maxlen=max(2, self.window))
         self._loads = deque(maxlen=self.load_window)
 
@@ -126,7 +129,7 @@ class EngineStats:
         self.empty_steps += plan.is_empty
         self.completion_tokens += emitted
         if plan.is_prompt:
-            self.prompt_steps += 1
+            self.prompt_steps += not plan.is_empty
             self.prompt_tokens += int(plan.q.sum())
         else:
             self.decode_sequences += plan.num_seqs
@@ -227,8 +230,13 @@ class EngineStats:
         return self.capture(scheduler).figures()
 
     def pulse(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Totals, gauges and, where the device is known, MFU: what the driver is told about once a second."""
-        pulse = {"clock": self.clock(), **self.totals(scheduler), **self.gauges(scheduler)}
+        """Totals (`seconds`: since this object was made), gauges and, where the device is known, MFU: what the
+        driver is told about once a second."""
+        pulse = {
+            "seconds": self.clock() - self._born,
+            **self.totals(scheduler),
+            **self.gauges(scheduler),
+        }
         if self.peak_tflops is not None:
             pulse["mfu"] = self.capture(scheduler).rates()["mfu"]
         if self._loads:

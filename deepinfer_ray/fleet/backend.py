@@ -6,7 +6,7 @@ A backend may be a Ray fleet, one in-process engine or a fake of a test; the job
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,6 +43,24 @@ class WorkResult:
 
     def __repr__(self) -> str:  # never the text itself
         return f"WorkResult(key={self.key}, attempts={self.attempts}, {self.result!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """A pulse of one rank's engine (`Engine.pulse`): totals since the engine was built `seconds` ago."""
+
+    rank: int
+    generation: int
+    values: Mapping[str, Any]
+
+
+@runtime_checkable
+class ReportsStats(Protocol):
+    """What a backend may offer beside `Backend`."""
+
+    def take_stats(self) -> list[RankStats]:
+        """Pulses that came in since the last call, oldest first; each is given once."""
+        ...
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ The model is imported inside the factory, so that neither the driver nor a stub 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -64,4 +65,21 @@ def engine_from_checkpoint(spec: RankSpec) -> EngineLike:
     from deepinfer_ray.engine.build import build_engine
 
     torch.set_num_threads(spec.num_threads)
-    return build_engine(spec.model_dir, spec.engine_config, spec.device)
+    log_to_stderr(getattr(getattr(spec.engine_config, "observability", None), "log_level", "info"))
+    engine = build_engine(spec.model_dir, spec.engine_config, spec.device, rank=spec.rank)
+    engine.gc.own_process()
+    return engine
+
+
+def log_to_stderr(level: str) -> None:
+    """This process's log lines go to stderr, which Ray keeps in a file for each worker.
+
+    level: `observability.log_level`.
+    """
+    project = logging.getLogger("deepinfer_ray")
+    project.setLevel(logging.CRITICAL + 1 if level == "off" else level.upper().replace("WARN", "WARNING"))
+    if not project.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        project.addHandler(handler)
+        project.propagate = False

@@ -15,13 +15,14 @@ import math
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from deepinfer_ray.errors import DeepInferError
-from deepinfer_ray.fleet.backend import WorkItem, WorkResult
+from deepinfer_ray.fleet.backend import RankStats, WorkItem, WorkResult
 from deepinfer_ray.fleet.cluster import Connection, connect
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
 from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank
@@ -34,6 +35,9 @@ from deepinfer_ray.fleet.topology import can_ever_hold, plan_placement, rank_bun
 from deepinfer_ray.fleet.watch import Watch
 
 logger = logging.getLogger(__name__)
+
+MAX_STATS = 10_000
+"""Pulses of ranks that wait to be taken; the oldest are dropped."""
 
 COLLECT_WAIT_S = 2.0
 """Long poll of a rank without news; also the pulse of an idle fleet."""
@@ -70,6 +74,7 @@ class RayFleet:
         self._connection: Connection | None = None
         self._gangs: list[Gang] = []
         self._ready: list[WorkResult] = []
+        self._stats: deque[RankStats] = deque(maxlen=MAX_STATS)
         self._mail: dict[Any, tuple[str, Gang, Rank]] = {}
         self._started = False
         self._closed = False
@@ -141,6 +146,12 @@ class RayFleet:
             "ray_files": str(scratch.path) if scratch else None,
             "placement": self._gangs[0].placement.plan.describe() if self._gangs else None,
         }
+
+    def take_stats(self) -> list[RankStats]:
+        """Pulses of the ranks' engines since the last call."""
+        taken = list(self._stats)
+        self._stats.clear()
+        return taken
 
     def close(self, graceful: bool = True) -> None:
         """End ranks and placement groups, then leave the cluster, or end it if it was started here."""
@@ -265,6 +276,8 @@ class RayFleet:
     def _collected(self, gang: Gang, rank: Rank, report: RankReport) -> None:
         self._watch.heard(rank.rank, report.heartbeat)
         self.router.credit(rank.rank, report.wanted, report.received)
+        if report.stats is not None:
+            self._stats.append(RankStats(rank.rank, gang.generation, report.stats))
         for result in report.results:
             passed = self.router.finished(rank.rank, own_arrays(result))
             if passed is not None:

@@ -77,7 +77,7 @@ class RankReport:
 
     received: rows ever submitted to this actor. wanted: rows it would take beyond those; together they let
     the driver compute credits although submissions are still on their way. fault: set once the engine is
-    gone.
+    gone. stats: the engine's last pulse, None when there was none since the last report.
     """
 
     heartbeat: Heartbeat
@@ -85,3 +85,4 @@ class RankReport:
     wanted: int
     results: list[WorkResult] = field(default_factory=list)
     fault: RankFault | None = None
+    stats: dict[str, Any] | None = None

@@ -5,18 +5,20 @@ The class is plain Python; the fleet wraps it with `ray.remote` and several call
 during a step and no call ever waits for a batch.
 
     engine thread:  take rows from the inbox → add → step → put results into the outbox
-    call threads:   submit → inbox;  collect ← outbox (long poll);  ping, drain, stop
+    call threads:   submit → inbox;  collect ← outbox (long poll);  ping, drain, profile, stop
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +27,15 @@ from deepinfer_ray.errors import RowError
 from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.fleet.engines import EngineLike, resolve_factory
 from deepinfer_ray.fleet.messages import Heartbeat, RankFault, RankReport, RankSpec, RankWhere
+from deepinfer_ray.fleet.metrics import RankMetrics
+
+logger = logging.getLogger(__name__)
 
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Set before torch is imported. Ray would give OMP_NUM_THREADS by its own rule (spec/ray.md §0.7)."""
+
+PULSE_S, IDLE_PULSE_S = 1.0, 0.1
+"""How often the engine is asked for its numbers: while it runs, and at most when it runs out of work."""
 
 LINGER_S = 0.01
 """After a first result `collect` waits this long for company, so a fast engine is not answered row by row."""
@@ -54,6 +62,10 @@ class RankActor:
         self._draining = False
         self._stopping = False
         self._fault: RankFault | None = None
+        self._engine: Any = None
+        self._metrics: RankMetrics | None = None
+        self._stats: dict[str, Any] | None = None
+        self._pulsed = -PULSE_S
 
     # ---- calls
 
@@ -107,6 +119,16 @@ class RankActor:
         with self._changed:
             return self._heartbeat()
 
+    def profile(self, num_steps: int = 20, output_dir: str | None = None) -> str:
+        """Profile the next steps; the path of the trace on this machine, once it is written.
+
+        Raises `ValueError`, `ProfileBusyError`, `ProfileTimeoutError` (engine/profiling.py).
+        """
+        engine = self._engine
+        if not hasattr(engine, "profiler"):
+            raise ValueError("the engine of this rank cannot be profiled")
+        return str(engine.profiler.wait(engine.profile(num_steps, output_dir)))
+
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the loop after the step in progress; rows in flight are dropped. True if it ended in time."""
         with self._changed:
@@ -121,16 +143,21 @@ class RankActor:
 
     def _run(self, spec: RankSpec) -> None:
         try:
-            engine = resolve_factory(spec.engine_factory)(spec)
+            engine = self._engine = resolve_factory(spec.engine_factory)(spec)
+            self._metrics = RankMetrics(spec.rank)
             self._saw(engine, "idle")
             while self._take(engine):
                 self._saw(engine, "step")
-                self._publish(engine.step() if engine.has_unfinished() else [])
+                results = engine.step() if engine.has_unfinished() else []
+                self._pulse(engine, IDLE_PULSE_S if not engine.has_unfinished() else PULSE_S)
+                self._publish(results)
+            close_engine(engine)
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))
             with self._changed:
                 self._fault = RankFault(type(error).__name__, str(error), trace)
                 self._enter("failed")
+            close_engine(self._engine)
 
     def _take(self, engine: EngineLike) -> bool:
         """Move the inbox into the engine; waits while there is nothing to do; False when it must end."""
@@ -155,7 +182,7 @@ class RankActor:
     def _admit(self, engine: EngineLike, item: WorkItem) -> None:
         """Add one row; its own exception is its own result."""
         try:
-            engine.add(Request(item.prompt, item.params, item.seed, item.key, arrival_time=time.time()))
+            engine.add(Request(item.prompt, item.params, item.seed, item.key, time.monotonic()))
         except RowError as error:
             self._publish([RequestResult.failed(item.key, len(item.prompt), error.code, str(error))], steps=0)
         except Exception as error:
@@ -171,6 +198,18 @@ class RankActor:
                 self._outbox.append(WorkResult(item.key, result, item.attempts))
             if results:
                 self._changed.notify_all()
+
+    def _pulse(self, engine: EngineLike, interval_s: float) -> None:
+        """Take the engine's numbers for the next report and for Prometheus, if the last are old enough."""
+        ask, now = getattr(engine, "pulse", None), time.monotonic()
+        if ask is None or now - self._pulsed < interval_s:
+            return
+        self._pulsed = now
+        stats = ask()
+        if self._metrics is not None:
+            self._metrics.update(stats)
+        with self._changed:
+            self._stats = stats
 
     def _saw(self, engine: EngineLike, phase: str) -> None:
         """Refresh the engine's appetite, which now knows all rows but those that came in meanwhile."""
@@ -208,8 +247,20 @@ class RankActor:
 
     def _report(self) -> RankReport:
         results, self._outbox = self._outbox, []
+        stats, self._stats = self._stats, None
         self._reported_wanted = self._wanted()
-        return RankReport(self._heartbeat(), self._received, self._reported_wanted, results, self._fault)
+        return RankReport(
+            self._heartbeat(), self._received, self._reported_wanted, results, self._fault, stats
+        )
+
+
+def close_engine(engine: Any) -> None:
+    """End the threads of an engine that has any; its rank is over, so an error here is only logged."""
+    try:
+        if hasattr(engine, "close"):
+            engine.close()
+    except Exception:
+        logger.exception("the engine could not be closed")
 
 
 def where_am_i() -> RankWhere:

@@ -145,6 +145,16 @@ def test_overlapped_steps_last_until_the_next_one_begins() -> None:
     assert stats.decode_seconds == 2.25
 
 
+def test_empty_steps_are_neither_prefill_nor_decode() -> None:
+    clock = Clock()
+    stats = EngineStats(clock)
+    for is_prompt in (True, False):
+        stats.record_step(plan(is_prompt, [], []), [], clock.now)
+    figures = stats.snapshot(scheduler())
+    assert (figures["steps"], figures["empty_steps"], figures["prompt_steps"]) == (2, 2, 0)
+    assert figures["max_seqlen_k"] == 0
+
+
 def test_acceptance_by_position() -> None:
     clock = Clock()
     stats = EngineStats(clock)
