@@ -25,6 +25,7 @@ from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.detokenizer import TextStream, TokenTable
 from deepinfer_ray.engine.flops import FlopModel, peak_tflops
 from deepinfer_ray.engine.gc_policy import GcPolicy
+from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.phase_vote import VoteGroup
 from deepinfer_ray.engine.profile_http import ProfileServer
 from deepinfer_ray.engine.profiling import DEFAULT_STEPS, Profiler, visible_gpu
@@ -63,12 +64,13 @@ class Engine:
         settings: SchedulerSettings | None = None,
         votes: VoteGroup | None = None,
         timeline: Timeline | None = None,
+        hooks: EngineHooks | None = None,
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """compress: int32 token id -> Engram id, None for a model without Engram. settings: instead of those
-        that `config` gives. votes: the data-parallel group, None = a rank on its own. rank: its number in
-        logs and file names."""
+        that `config` gives. votes: the data-parallel group, None = a rank on its own. hooks: what else
+        takes part in a step. rank: its number in logs and file names."""
         self.config, self.model, self.pools = config, model, pools
         self.vocab_size = model.config.text.vocab_size
         ends = (defaults or GenerationDefaults()).eos_token_ids or (model.config.eos_token_id,)
@@ -100,9 +102,12 @@ class Engine:
             blacklist=blacklist,
             placeholders=self._lockstep,
             timeline=timeline,
+            hooks=hooks,
         )
         self._refused: list[RequestResult] = []
         self._observe(rank, clock)
+        if self.settings.role != "normal":
+            self.loop.hooks.init_pd_split(self)
 
     def _observe(self, rank: int, clock: Callable[[], float]) -> None:
         """What watches the steps: statistics, their log, the profiler, the collector."""
@@ -245,7 +250,15 @@ class Engine:
     @property
     def stats(self) -> dict[str, Any]:
         """A JSON-able picture of this rank (spec/engine.md §9.6)."""
-        return self._stats.snapshot(self.scheduler)
+        prefixes, hooks = self.scheduler.state.prefixes, self.loop.hooks
+        return {
+            **self._stats.snapshot(self.scheduler),
+            "pending": hooks.get_num_pendings(self.scheduler),
+            "prefixes_kept": len(prefixes),
+            "prefix_hits": prefixes.num_hits,
+            "prefixes_evicted": prefixes.num_evicted,
+            **hooks.build_extra_metrics_log(),
+        }
 
     def pulse(self) -> dict[str, Any]:
         """Totals and gauges of this moment, JSON-able; cheap enough for once a second."""

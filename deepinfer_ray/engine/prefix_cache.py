@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,10 +148,7 @@ class PrefixCache:
         return entry is not None and entry.num_tokens > than
 
     def _longest(
-        self,
-        entries: dict[bytes, KeptPrefix] | OrderedDict[bytes, KeptPrefix],
-        sequence: Sequence,
-        length: int,
+        self, entries: Mapping[bytes, KeptPrefix], sequence: Sequence, length: int
     ) -> KeptPrefix | None:
         share = sequence.share
         assert share is not None

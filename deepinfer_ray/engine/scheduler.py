@@ -336,12 +336,15 @@ class Scheduler:
         sequence.ended = True
         state.reaped.append(sequence)
 
-    def try_receive(self, request: Request, tokens: np.ndarray, *, extra: Any = None) -> Sequence | None:
+    def try_receive(
+        self, request: Request, tokens: np.ndarray, *, logprobs: np.ndarray | None = None, extra: Any = None
+    ) -> Sequence | None:
         """A row and blocks for a sequence whose cache another engine computed; None when there is no room
         now.
 
         tokens: int32 [L], the prompt and what was generated of it (at least one token): the cache of the
         first L-1 is to be copied into `table.block_table[row]` and slot `row`; then `enqueue_received`.
+        logprobs: float32 [L] by position, of the outputs among them.
         """
         state = self.state
         count = blocks_for(len(tokens) - 1)
@@ -352,6 +355,7 @@ class Scheduler:
             self._take_seq_id(),
             prompt_len=len(request.prompt),
             tokens=np.array(tokens, np.int32),
+            logprobs=logprobs,
             arrival_time=request.arrival_time or state.clock(),
             extra=extra,
         )

@@ -22,6 +22,7 @@ from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine import inputs, sampler
+from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.host_copy import HostCopy
 from deepinfer_ray.engine.inputs import HistoryReader, InFlight, PromptScores
 from deepinfer_ray.engine.plan import CommitResult, StepOutputs, StepPlan
@@ -89,6 +90,7 @@ class StepLoop:
         blacklist: np.ndarray | None = None,
         placeholders: bool = False,
         timeline: Timeline | None = None,
+        hooks: EngineHooks | None = None,
         sync_guard: bool = True,
         row_multiple: int | None = None,
     ) -> None:
@@ -103,6 +105,7 @@ class StepLoop:
         self.model, self.pools, self.scheduler = model, pools, scheduler
         self.table, self.device = scheduler.table, pools.device
         self.overlapped = scheduler.settings.overlapped
+        self.hooks = hooks or EngineHooks()
         self.timers = StepTimers(pools.device, timeline)
         self.before_sample: Callable[[], None] | None = None
         """Called in every step once its forward is launched: the time for host work that nobody waits for."""
@@ -141,7 +144,7 @@ class StepLoop:
         with self._no_waiting():
             flight = self._launch(plan, None)
         self._sample(flight)
-        self.scheduler.reclaim()
+        self._reclaim(plan)
         return plan.ignored + self._commit(flight)
 
     @torch.inference_mode()
@@ -155,7 +158,7 @@ class StepLoop:
             ended = ended + self._commit(previous)
             self.scheduler.refresh(plan)
         self._sample(flight)
-        self.scheduler.reclaim()
+        self._reclaim(plan)
         if plan.is_prompt:
             return ended + self._commit(flight)
         self._previous = None if plan.is_empty else flight
@@ -165,7 +168,19 @@ class StepLoop:
     def flush(self) -> list[Terminal]:
         """Commits the step that is still in flight, if any."""
         previous, self._previous = self._previous, None
-        return [] if previous is None else self._commit(previous)
+        ended = [] if previous is None else self._commit(previous)
+        self.hooks.process_output(ended)
+        return ended
+
+    def _reclaim(self, plan: StepPlan) -> None:
+        """The host's last part of a step that does not wait for it: caches to save, memory to free."""
+        for sequence in plan.finished:
+            self.hooks.finalize_seq(sequence)
+        if plan.is_prompt:
+            self.hooks.pe_prepare_save_kvcache(plan)
+        else:
+            self.hooks.do_save_kvcache(plan)
+        self.scheduler.reclaim()
 
     def take_commits(self) -> list[CommitResult]:
         """What was committed since the last call."""
@@ -198,6 +213,11 @@ class StepLoop:
             self.pools.clone_slots(plan.clone_states[:, 0].tolist(), plan.clone_states[:, 1].tolist())
         if len(plan.clone_blocks):
             self.pools.clone_blocks(plan.clone_blocks[:, 0].tolist(), plan.clone_blocks[:, 1].tolist())
+        self.hooks.post_schedule(plan)
+        if not plan.is_prompt:
+            wanted = self.hooks.should_copy_state(plan)
+            if len(wanted):
+                self.hooks.do_copy_state(plan, wanted)
         if plan.is_empty and not self._placeholders:
             return flight
         with self._span("prepare", plan.step):
@@ -269,6 +289,12 @@ class StepLoop:
             result = self.scheduler.commit(plan, outputs)
             if "top_ids" in host:
                 self._keep_alternatives(flight, result, host["top_ids"], host["top_logprobs"])
+        if plan.is_prompt:
+            self.hooks.pe_do_save_kvcache(plan)
+            if self.scheduler.settings.role == "prompt":
+                self.hooks.send_processed_prompts(plan)
+                self.scheduler.reclaim()
+        self.hooks.post_process_model_outputs(plan, result)
         self._commits.append(result)
         return result.terminals
 

@@ -1,4 +1,4 @@
-"""Engines over the mock model and the golden tiny models, with and without prefix reuse, for tests of sharing."""
+"""Engines over the mock model and the golden tiny models, with and without prefix reuse."""
 
 from __future__ import annotations
 
