@@ -56,10 +56,10 @@ class Staging:
         """Tensors of the arrays' shapes, in order: views of one buffer."""
         sizes = [(array.size + 1) // 2 if array.dtype == np.float32 else array.size for array in arrays]
         words = sum(sizes)
-        if self.device.type == "cpu":
+        if self.device.type != "cuda":
             host = np.empty(words, np.int64)
             _pack(host, arrays, sizes)
-            return _unpack(torch.from_numpy(host), arrays, sizes)
+            return _unpack(torch.from_numpy(host).to(self.device), arrays, sizes)
         slot = self._take(words)
         _pack(slot.buffer.numpy(), arrays, sizes)
         target = self._target(words)

@@ -18,7 +18,9 @@ from deepinfer_ray.ops.norm import inverse_rms
 
 
 def _sequential_sum(x: torch.Tensor, dim: int, start: float) -> torch.Tensor:
-    """start + x[0] + x[1] + … along dim, in this order, dimension kept."""
+    """start + x[0] + x[1] + … along dim, in this order, dimension kept; on a device in any order."""
+    if x.device.type != "cpu":
+        return x.sum(dim, keepdim=True) + start  # 2 launches instead of 4, 78 times a sub-layer
     total = x.select(dim, 0) + start
     for i in range(1, x.shape[dim]):
         total = total + x.select(dim, i)

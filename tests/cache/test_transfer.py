@@ -63,7 +63,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Staging:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch, "empty", unpinned)
     staging = Staging("cpu", fixed=True)
-    staging.device = torch.device("meta")  # takes the other branch; buffers are replaced below
+    staging.device = torch.device("cuda")  # takes the other branch; the device's buffer is replaced
     monkeypatch.setattr(staging, "_target", lambda words: empty(words, dtype=torch.int64))
     return staging
 
