@@ -103,6 +103,7 @@ class Engine:
             placeholders=self._lockstep,
             timeline=timeline,
             hooks=hooks,
+            sync_guard=not config.debug.disable_sync_guard,
         )
         self._refused: list[RequestResult] = []
         self._observe(rank, clock)

@@ -141,8 +141,7 @@ class StepLoop:
     @torch.inference_mode()
     def _step_plain(self) -> list[Terminal]:
         plan = self._schedule()
-        with self._no_waiting():
-            flight = self._launch(plan, None)
+        flight = self._launch(plan, None)
         self._sample(flight)
         self._reclaim(plan)
         return plan.ignored + self._commit(flight)
@@ -151,8 +150,7 @@ class StepLoop:
     def _step_overlapped(self) -> list[Terminal]:
         previous, self._previous = self._previous, None
         plan = self._schedule()
-        with self._no_waiting():
-            flight = self._launch(plan, previous)
+        flight = self._launch(plan, previous)
         ended = plan.ignored
         if previous is not None:
             ended = ended + self._commit(previous)
@@ -220,10 +218,10 @@ class StepLoop:
                 self.hooks.do_copy_state(plan, wanted)
         if plan.is_empty and not self._placeholders:
             return flight
-        with self._span("prepare", plan.step):
+        with self._span("prepare", plan.step), self._no_waiting():
             in_flight = previous.in_flight if previous is not None and plan.overlaps else None
             step = self.inputs.build(plan, flight.members, in_flight)
-        with self._span("forward", plan.step):
+        with self._span("forward", plan.step), self._no_waiting():
             output = self.model.forward(step.meta, self.pools)
         if len(plan.save_states):
             self.pools.clone_slots(plan.save_states[:, 0].tolist(), plan.save_states[:, 1].tolist())
