@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepinfer_ray.engine.request import RequestResult
+from deepinfer_ray.fleet.affinity import PrefixHomes
 from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.fleet.suspects import Suspects
 
@@ -43,6 +44,7 @@ class Router:
         self._suspects = Suspects()
         self._ranks: dict[int, RankLoad] = {}
         self._keys: set[int] = set()
+        self._homes = PrefixHomes()
 
     # ---- rows
 
@@ -70,11 +72,14 @@ class Router:
         open_ranks = [
             rank for rank in self._ranks if rank != self._withheld() and not self._ranks[rank].alone
         ]
-        while self._pending and open_ranks:
-            rank = max(open_ranks, key=lambda rank: (self._ranks[rank].credits, -rank))
-            if not self._ranks[rank].credits:
-                break
-            self._give(rank, self._pending.popleft(), given)
+        credits = {rank: self._ranks[rank].credits for rank in open_ranks if self._ranks[rank].credits}
+        while self._pending and credits:
+            item = self._pending.popleft()
+            rank = self._homes.choose(item.prompt, credits)
+            self._give(rank, item, given)
+            credits[rank] -= 1
+            if not credits[rank]:
+                del credits[rank]
         return given
 
     def finished(self, rank: int, result: WorkResult) -> WorkResult | None:
@@ -105,6 +110,7 @@ class Router:
         blame_rows False (the machine went away): its rows go back to the front of the queue unsuspected.
         """
         load = self._ranks.pop(rank, None)
+        self._homes.forget(rank)
         if load is None:
             return []
         rows = list(load.in_flight.values())
