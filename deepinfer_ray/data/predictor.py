@@ -9,10 +9,10 @@ input order, whatever finished first.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,10 +26,10 @@ from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory, resolve_
 from deepinfer_ray.fleet.messages import RankSpec
 from deepinfer_ray.job import values
 from deepinfer_ray.job.columns import Columns
+from deepinfer_ray.job.ids import id_strings
 from deepinfer_ray.job.prepare import prepare_rows
 from deepinfer_ray.job.schema import check_names
 from deepinfer_ray.job.sink import PartWriter, RowOutcome
-from deepinfer_ray.job.source import id_strings
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,9 @@ class BatchPredictor:
             engine_factory=engine_factory,
         )
         self._engine = SharedEngine(resolve_factory(engine_factory)(spec))
+        self._end = weakref.finalize(
+            self, self._engine.close
+        )  # a thread inside torch must not outlive Python
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         """batch: an Arrow table with the configured columns. Yields the same rows with the output columns.
@@ -103,7 +106,6 @@ class BatchPredictor:
                     row, index = owners[result.request_id]
                     outcomes[row].set(index, result, 1)
                 yield self._writer.table(table.slice(start, len(piece)), piece)[0]
-                outcomes[start : start + len(piece)] = []
         finally:
             ticket.cancel()
 
@@ -136,11 +138,7 @@ class BatchPredictor:
 
     def close(self) -> None:
         """End the engine's thread; a later call fails. May be called twice."""
-        self._engine.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # the constructor failed
-            self._engine.close()
+        self._end()
 
 
 @dataclasses.dataclass(frozen=True)

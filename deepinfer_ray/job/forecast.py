@@ -23,10 +23,10 @@ from deepinfer_ray.fleet.topology import (
     plan_placement,
     rank_bundle,
 )
+from deepinfer_ray.job.ids import check_ids
 from deepinfer_ray.job.ledger import SUMMARY
 from deepinfer_ray.job.plan import InputPlan
 from deepinfer_ray.job.prepare import RowSetup, Say, checked_plan, prepare_rows
-from deepinfer_ray.job.source import check_ids
 from deepinfer_ray.job.store import Store
 from deepinfer_ray.job.survey import Survey, survey
 from deepinfer_ray.model.engram_ids import load_tokenizer
