@@ -89,7 +89,7 @@ def generate(
     model: Annotated[_Text, _flag("--model", "Checkpoint directory (Hugging Face layout).", _DATA)] = None,
     input: Annotated[
         list[str] | None,
-        _flag("--input", "Parquet files, directories or globs, one or more; paths or URIs.", _DATA),
+        _flag("--input", "Parquet or JSONL files, directories or globs, one or more; paths or URIs.", _DATA),
     ] = None,
     output: Annotated[
         _Text,

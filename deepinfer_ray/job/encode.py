@@ -16,8 +16,8 @@ from deepinfer_ray.chat.options import ParseOptions
 from deepinfer_ray.engine.request import SamplingParams, as_token_ids, completion_seed
 from deepinfer_ray.errors import RowError
 from deepinfer_ray.job import values
+from deepinfer_ray.job.ids import id_strings
 from deepinfer_ray.job.prompts import Ask, Asked, PromptKind
-from deepinfer_ray.job.source import id_strings
 
 _NO_GRAMMARS = "this version does not constrain completions; leave {} out"
 
@@ -87,15 +87,19 @@ class Encoder:
         self._schema_column = schema_column
         self._base = SamplingParams(**rules.sampling)
 
-    def encode(self, part: RowNames, table: pa.Table) -> Iterator[EncodedRow]:
-        """One `EncodedRow` for each row of `table`, lazily."""
+    def encode(
+        self, part: RowNames, table: pa.Table, errors: Mapping[int, RowError] | None = None
+    ) -> Iterator[EncodedRow]:
+        """One `EncodedRow` for each row of `table`, lazily. errors: of rows that could not even be read."""
         ask = self._kind.of(table)
         schema_of = values.getter(table[self._schema_column]) if self._schema_column else None
         ids = id_strings(table[self._id_column]) if self._id_column else None
         for row in range(table.num_rows):
-            row_id = ids[row] if ids else part.row_name(row)
-            assert row_id is not None
-            yield self._row(row_id, row, ask, schema_of)
+            row_id = (ids and ids[row]) or part.row_name(row)
+            if errors and row in errors:
+                yield EncodedRow(row_id, error=errors[row])
+            else:
+                yield self._row(row_id, row, ask, schema_of)
 
     def _row(self, row_id: str, row: int, ask: Ask, schema_of: values.Getter | None) -> EncodedRow:
         encoded = EncodedRow(row_id)

@@ -101,7 +101,7 @@ class Feeder:
             for part, table in self._tables:
                 if not self._open(table):
                     return
-                for index, row in enumerate(self._encoder.encode(part, table)):
+                for index, row in enumerate(self._encoder.encode(part, table, part.errors)):
                     if not self._put(FedRow(part, index, row, table if index == 0 else None)):
                         return
             self._put(None)

@@ -20,6 +20,7 @@ from deepinfer_ray.errors import DeepInferError
 from deepinfer_ray.fleet.backend import Backend
 from deepinfer_ray.job.encode import Encoder
 from deepinfer_ray.job.feeder import Feeder
+from deepinfer_ray.job.ids import check_ids
 from deepinfer_ray.job.lease import Lease
 from deepinfer_ray.job.ledger import (
     CONFIG,
@@ -37,7 +38,6 @@ from deepinfer_ray.job.runner import Ending, Runner
 from deepinfer_ray.job.schema import kept_columns
 from deepinfer_ray.job.signals import StopNow, StopSignals
 from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter
-from deepinfer_ray.job.source import check_ids
 from deepinfer_ray.job.store import Store
 from deepinfer_ray.job.summary import Summary
 

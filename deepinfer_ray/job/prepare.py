@@ -23,10 +23,10 @@ from deepinfer_ray.job.chat_rows import ChatPrompts, ChatRules
 from deepinfer_ray.job.columns import Columns
 from deepinfer_ray.job.completion import CompletionReader
 from deepinfer_ray.job.encode import Encoder, RowRules
+from deepinfer_ray.job.locate import would_read
 from deepinfer_ray.job.plan import InputPlan, plan_input
 from deepinfer_ray.job.prompts import PromptKind, RowSize, TextPrompts, TokenPrompts
 from deepinfer_ray.job.schema import check_names
-from deepinfer_ray.job.store import resolve
 
 Say = Callable[[str], None]
 """Takes a line for a person; never a prompt."""
@@ -103,7 +103,7 @@ def prepare(config: RunConfig, say: Say) -> Prepared:
     """Check everything and say what is defaulted. Raises `ConfigError`, `CheckpointError`, `InputError`."""
     job = config.job
     if not job.input:
-        raise ConfigError("no input: give --input with Parquet files, directories or globs")
+        raise ConfigError("no input: give --input with Parquet or JSONL files, directories or globs")
     if not job.output:
         raise ConfigError("no output: give --output with a directory")
     setup = prepare_rows(config, say)
@@ -115,12 +115,18 @@ def prepare(config: RunConfig, say: Say) -> Prepared:
 def checked_plan(setup: RowSetup, say: Say) -> InputPlan:
     """The input, its columns checked against the setup. Raises `InputError`."""
     job = setup.job
-    plan = plan_input(job.input, rows_per_part=job.rows_per_part, limit=job.limit, part_bytes=job.part_bytes)
+    plan = plan_input(
+        job.input,
+        rows_per_part=job.rows_per_part,
+        limit=job.limit,
+        part_bytes=job.part_bytes,
+        texts=[setup.columns.prompt] if setup.columns.prompt else (),
+    )
     for file in plan.files:
         setup.columns.check(file)
         check_names(file.schema.names, job.output_prefix or "", file.name)
     if plan.ignored_files:
-        say(f"{plan.ignored_files} files in the input directories do not end in .parquet and are left out")
+        say(f"{plan.ignored_files} files in the input directories do not end in .parquet or .jsonl: left out")
     return plan
 
 
@@ -180,10 +186,8 @@ def _say_chat_lengths(job: JobConfig, say: Say) -> None:
 
 def _refuse_nested(job: JobConfig) -> None:
     """An output inside an input directory would be read as input by the next run."""
-    _, output = resolve(str(job.output))
     for location in job.input:
-        _, source = resolve(location)
-        if f"{output.rstrip('/')}/".startswith(f"{source.rstrip('/')}/"):
+        if would_read(location, str(job.output)):
             raise ConfigError(
                 f"the output {job.output} lies inside the input {location}: its parts would become input. "
                 "Give an output beside it"

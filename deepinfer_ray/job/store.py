@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 from pyarrow import fs as pafs
 
@@ -21,7 +22,7 @@ TEMPORARY = "_deepinfer/tmp"
 
 
 def resolve(location: str) -> tuple[pafs.FileSystem, str]:
-    """(file system, path on it) of a local path or a URI such as `s3://bucket/key`.
+    """(file system, path on it) of a local path or a URI such as `s3://bucket/key` or `hf://datasets/…`.
 
     Raises `ConfigError` for a URI that no file system takes.
     """
@@ -29,9 +30,21 @@ def resolve(location: str) -> tuple[pafs.FileSystem, str]:
         return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
     try:
         filesystem, path = pafs.FileSystem.from_uri(location)
-    except (pa.ArrowInvalid, OSError) as error:
+    except pa.ArrowInvalid:  # no file system of pyarrow's
+        return _fsspec(location)
+    except OSError as error:
         raise ConfigError(f"cannot use the location {location}: {error}") from None
     return filesystem, path
+
+
+def _fsspec(location: str) -> tuple[pafs.FileSystem, str]:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(location)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(
+            f"cannot use the location {location}: {error}. Give a local path or what pyarrow or fsspec opens"
+        ) from None
+    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def survey(setup: RowSetup, plan: InputPlan, progress: Callable[[int], None] = l
     encoder, seen = setup.encoder(), Survey()
     context = setup.engine.max_model_len
     for part, table in read_parts(plan.iter_parts()):
-        for row in encoder.encode(part, table):
+        for row in encoder.encode(part, table, part.errors):
             seen.rows += 1
             if row.prompt is None or row.params is None:
                 assert row.error is not None

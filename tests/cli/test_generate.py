@@ -70,7 +70,7 @@ def test_many_inputs_after_one_flag(words, expanded):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "error: no input: give --input with Parquet files, directories or globs"),
+        ([], "error: no input: give --input with Parquet or JSONL files, directories or globs"),
         (["--input", "IN"], "error: no output: give --output with a directory"),
         (["--input", "IN", "--output", "OUT"], "error: no model: give --model with a checkpoint directory"),
         (

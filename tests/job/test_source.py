@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from deepinfer_ray.errors import InputError
+from deepinfer_ray.errors import ConfigError, InputError
+from deepinfer_ray.job.ids import check_ids
 from deepinfer_ray.job.plan import plan_input
-from deepinfer_ray.job.source import check_ids, read_parts
+from deepinfer_ray.job.source import read_parts
 
 
 def plan(*paths, rows_per_part=100, **options):
@@ -74,8 +76,8 @@ def test_uri(tree):
     ("path", "message"),
     [
         ("nowhere", "the input .*nowhere does not exist"),
-        ("*.json", r"the input .*\*.json has no Parquet file"),
-        ("text", r"has no Parquet file \(1 files there do not end in .parquet\)"),
+        ("*.json", r"the input .*\*.json has no Parquet or JSONL file"),
+        ("text", r"has no Parquet or JSONL file \(1 files there do not end in .parquet or .jsonl\)"),
     ],
 )
 def test_no_file(tree, tmp_path, path, message):
@@ -239,12 +241,163 @@ class TestIds:
         assert not (tmp_path / "out/_deepinfer/manifest.json").exists()
 
 
-def test_a_page_that_cannot_be_decoded(job, write_rows, tmp_path):
-    path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) * 50 for i in range(5000)]})
-    content = bytearray(path.read_bytes())
-    content[200:3000] = b"\xff" * 2800
-    path.write_bytes(content)
-    with pytest.raises(
-        InputError, match=r"in.parquet, row group 0, cannot be read: .*what is committed is kept"
-    ):
+class TestDamage:
+    """A file whose footer is fine and whose data is not: its rows are errors, the other files go on."""
+
+    @pytest.fixture
+    def damaged(self, write_rows, tmp_path):
+        """Rows 0 to 299 are readable, the data page of those from 300 on is not."""
+        first, second = (
+            pa.table({"prompt": [f"row {i}" * 20 for i in rows], "k": rows})
+            for rows in (range(300), range(300, 900))
+        )
+        path = tmp_path / "in/b.parquet"
+        path.parent.mkdir()
+        with pq.ParquetWriter(path, first.schema, use_dictionary=False, compression="none") as writer:
+            writer.write_table(first)
+            writer.write_table(second)
+        start = pq.read_metadata(path).row_group(1).column(0).data_page_offset
+        content = bytearray(path.read_bytes())
+        content[start : start + 2000] = b"\xff" * 2000
+        path.write_bytes(content)
+        write_rows(tmp_path / "in/a.parquet", {"prompt": ["x"], "k": [1]})
+        write_rows(tmp_path / "in/c.parquet", {"prompt": ["y"], "k": [2]})
+        return tmp_path / "in"
+
+    def test_rows_are_errors(self, job, read_output, damaged, tmp_path):
+        outcome = job(input=damaged, sets=["job.rows_per_part=100"])
+        rows = read_output(tmp_path / "out")
+        assert outcome.exit_code == 0
+        assert outcome.summary.counts.error_codes == {"unreadable_input": 600}
+        assert len(rows) == 902
+        bad = [row for row in rows if row["error"]]
+        assert [row["row_id"] for row in bad] == [f"b.parquet#1:{row}" for row in range(600)]
+        assert bad[0]["error"].startswith(
+            "the input file b.parquet, row group 1, cannot be read from row 0 on: "
+        )
+        assert (bad[0]["prompt"], bad[0]["k"], bad[0]["finish_reason"]) == (None, None, "error")
+        assert rows[-1]["prompt"] == "y"
+
+    def test_limit_of_errors_stops_the_job(self, job, damaged):
+        outcome = job(input=damaged, max_error_rate=0.1)
+        assert outcome.exit_code == 3
+        assert "unreadable_input" in str(outcome.error)
+
+    def test_ids_that_cannot_be_read_are_refused(self, job, damaged):
+        with pytest.raises(
+            InputError, match=r"the id column prompt of .*b.parquet, row group 1, cannot be read"
+        ):
+            job(input=damaged, id_column="prompt")
+        assert job.stub.closed == []
+
+    def test_ids_of_damaged_rows(self, job, read_output, damaged, tmp_path):
+        with pytest.raises(InputError, match="occurs twice"):
+            job(input=damaged, id_column="k")
+        job(input=damaged / "b.parquet", id_column="k")
+        rows = read_output(tmp_path / "out")
+        assert [row["row_id"] for row in rows[298:302]] == ["298", "299", "b.parquet#1:0", "b.parquet#1:1"]
+
+    def test_a_file_that_changed_ends_the_job(self, write_rows, tmp_path):
+        path = write_rows(tmp_path / "a.parquet", {"prompt": [str(i) * 50 for i in range(5000)]})
+        parts = list(plan(path).iter_parts())
+        write_rows(path, {"prompt": ["other"]})
+        with pytest.raises(
+            InputError, match=r"a.parquet ends early: row group 0 has 1 rows, it had 5000 when"
+        ):
+            list(read_parts(parts))
+        path.write_bytes(path.read_bytes()[:200])
+        with pytest.raises(InputError, match=r"a.parquet cannot be read as Parquet"):
+            list(read_parts(parts))
+
+    def test_a_required_column(self, tmp_path, job, read_output):
+        schema = pa.schema([pa.field("prompt", pa.string(), nullable=False)])
+        path = tmp_path / "in.parquet"
+        pq.write_table(
+            pa.table({"prompt": [f"{i}" * 90 for i in range(500)]}, schema=schema),
+            path,
+            use_dictionary=False,
+            compression="none",
+        )
+        content = bytearray(path.read_bytes())
+        content[100:2000] = b"\xff" * 1900
+        path.write_bytes(content)
         job(input=path)
+        assert {row["error_code"] for row in read_output(tmp_path / "out")} == {"unreadable_input"}
+
+
+class TestPartitions:
+    """Folders named key=value become columns."""
+
+    def test_columns_and_types(self, job, write_rows, read_output, tmp_path):
+        root = tmp_path / "in"
+        write_rows(root / "year=2024/lang=en%20us/a.parquet", {"prompt": ["x", "y"]})
+        write_rows(root / "year=7/lang=__HIVE_DEFAULT_PARTITION__/b.parquet", {"prompt": ["z"]})
+        job(input=root, sets=["job.rows_per_part=1"])
+        rows = read_output(tmp_path / "out")
+        assert [(row["prompt"], row["year"], row["lang"]) for row in rows] == [
+            ("x", 2024, "en us"),
+            ("y", 2024, "en us"),
+            ("z", 7, None),
+        ]
+        assert rows[2]["row_id"] == "year=7/lang=__HIVE_DEFAULT_PARTITION__/b.parquet#0:0"
+        assert pq.read_schema(tmp_path / "out/part-000000-0000.parquet").names[:3] == [
+            "prompt",
+            "year",
+            "lang",
+        ]
+
+    def test_leading_zeros_stay(self, write_rows, tmp_path):
+        for month in ("01", "11"):
+            write_rows(tmp_path / f"month={month}/a.parquet", {"prompt": ["x"]})
+        found = plan(tmp_path / "*/*.parquet")
+        assert [file.partitions for file in found.files] == [{"month": "01"}, {"month": "11"}]
+        (_, table), _ = read_parts(found.iter_parts())
+        assert table.schema.field("month").type == pa.string()
+
+    def test_a_column_of_the_file_wins(self, write_rows, tmp_path):
+        path = write_rows(tmp_path / "k=1/a.parquet", {"prompt": ["x"], "k": ["own"]})
+        ((_, table),) = read_parts(plan(path).iter_parts())
+        assert table.to_pylist() == [{"prompt": "x", "k": "own"}]
+
+    def test_a_folder_is_no_id(self, job, write_rows, tmp_path):
+        path = write_rows(tmp_path / "k=1/a.parquet", {"prompt": ["x"]})
+        with pytest.raises(InputError, match="the id column k is a folder's name"):
+            job(input=path, id_column="k")
+
+    def test_a_folder_with_the_name_of_an_output_column(self, job, write_rows, tmp_path):
+        path = write_rows(tmp_path / "error=1/a.parquet", {"prompt": ["x"]})
+        with pytest.raises(InputError, match="has the column error, which the output also has"):
+            job(input=path)
+
+
+def test_parquet_and_jsonl_do_not_mix(tree):
+    (tree / "b.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(
+        InputError, match=r"holds Parquet and JSONL files, e.g. a.parquet and b.jsonl; give one kind"
+    ):
+        plan(tree)
+    assert names(plan(tree / "**/*.parquet")) == ["a.parquet", "b.parquet", "sub/c.parquet"]
+
+
+def test_a_glob_that_would_read_the_output(job, write_rows, tmp_path):
+    write_rows(tmp_path / "data/a.parquet", {"prompt": ["a"]})
+    with pytest.raises(ConfigError, match="lies inside the input"):
+        job(input=tmp_path / "data/**/*.parquet", output=str(tmp_path / "data/out"))
+
+
+def test_every_location_fsspec_opens(job, write_rows, read_output, tmp_path):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(write_rows(tmp_path / "k=v/a.parquet", {"prompt": ["x"]})), "/bucket/k=v/a.parquet")
+    try:
+        job(input="memory://bucket/k*/*.parquet", output="memory://bucket/out")
+        memory.get("/bucket/out/", str(tmp_path / "copy"), recursive=True)
+    finally:
+        memory.rm("/bucket", recursive=True)
+    (row,) = read_output(tmp_path / "copy")
+    assert (row["prompt"], row["k"], row["row_id"]) == ("x", "v", "k=v/a.parquet#0:0")
+
+
+@pytest.mark.parametrize("location", ["nowhere://bucket/x", "s3:/bucket", "hdfs2://x"])
+def test_a_location_that_nobody_opens(job, location):
+    with pytest.raises((ConfigError, InputError), match=rf"{location}"):
+        job(input=location)
