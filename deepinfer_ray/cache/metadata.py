@@ -1,19 +1,15 @@
-"""The index plans of one step: which rows go in, what they may see, where their cache records live.
+"""The builders of a step's index plans: `build_prefill`, `build_decode`.
 
 Knows: lengths, block tables, state slots, the cache geometry (attention spec §11, engine spec §8).
 Does not know: requests, sampling, weights. Everything that a forward pass needs beside token ids is built
-here and nowhere else: `build_prefill`, `build_decode`.
+here and nowhere else, on the host, and moved in one copy.
 
-Shape letters: n sequences, T query rows, G n-gram order, W window, S ring rows, C state ring rows,
-r compression ratio, E entry rows, K gathered entries, B blocks a table.
-All index tensors are int64 on the model's device (torch indexes with int64), -1 means "none".
+Shape letters as in `cache/plans.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -21,130 +17,12 @@ import torch
 
 from deepinfer_ray.cache import load_plan
 from deepinfer_ray.cache.layout import CacheLayout
+from deepinfer_ray.cache.plans import ConsumerPlan, DecodeExpansion, RatioPlan, StepMetadata
 from deepinfer_ray.cache.transfer import Staging
 
+__all__ = ["ConsumerPlan", "RatioPlan", "StepMetadata", "TruncationMode", "build_decode", "build_prefill"]
+
 TruncationMode = Literal["off", "mask", "compact"]
-
-
-@dataclass(slots=True)
-class RatioPlan:
-    """What one compression ratio needs in a step (attention spec §4.3, §11).
-
-    Entry rows: in prefill each sequence owns `max(1, ⌊k/r⌋ - ⌊q_start/r⌋)` of them, a dummy included; in
-    decode there is one per query row, and only rows in `closing` produce an entry.
-    """
-
-    ratio: int
-    entry_positions: torch.Tensor
-    """[E] position (first token) of every entry row produced; 0 on rows that produce none."""
-    entry_slots: torch.Tensor
-    """[E] pool slot `block * (128/r) + offset` of every entry row, -1 where nothing is produced."""
-    klen: torch.Tensor
-    """[T] entries visible to each query row: floor((pos+1)/r)."""
-    entry_ring: torch.Tensor
-    """[E, r] flat ring row `slot * C + pos % C` of the group's members. Prefill: -1 for members of this
-    step. Decode: all members (they are stored first), -1 on rows that close no group."""
-    # Prefill only.
-    entry_rows: torch.Tensor | None = None
-    """[E, r] row of the step's new tokens that each member of the group comes from, -1 = from the ring."""
-    load_slots: torch.Tensor | None = None
-    """[K] pool slots of the gathered prefix of all sequences, -1 = a zero row; K = sum max(1, floor(k/r))."""
-    ks: torch.Tensor | None = None
-    """[T] first gathered row of the query row's sequence."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """On the host, a pair a sequence: first gathered row, entries visible to its last query row."""
-    # Decode only.
-    closing: torch.Tensor | None = None
-    """[E'] query rows whose entry row is computed, ascending: those that close a group (all for ratio 1), or
-    every row in a step of fixed shape."""
-
-
-@dataclass(slots=True)
-class ConsumerPlan:
-    """What layers at and behind `n_prefill_layer` see under truncation (attention spec §13.2).
-
-    Fields have the meaning of `StepMetadata`, for the T' kept rows. Compressed visibility is never truncated.
-    """
-
-    rows: torch.Tensor | None
-    """[T'] kept rows of the step; None in mode `mask`, where all rows are computed."""
-    num_rows: int
-    positions: torch.Tensor
-    valid: torch.Tensor
-    image_mask: torch.Tensor | None
-    seq_of_row: torch.Tensor
-    cu_q: torch.Tensor
-    last_rows: torch.Tensor
-    swa_store: torch.Tensor
-    """[T'] ring record, also -1 on a placeholder row (one that lies before the rectangle)."""
-    swa_keys: torch.Tensor
-    """[T', W] rows of the buffer [history n*W | kept rows T']."""
-    klen: dict[int, torch.Tensor]
-    ks: dict[int, torch.Tensor]
-
-
-@dataclass(slots=True)
-class StepMetadata:
-    """All index tensors of one step. A step is all prefill or all decode.
-
-    Decode rows may be more than one per sequence (verification): rows of a sequence are adjacent, ascending.
-    """
-
-    is_prefill: bool
-    num_seqs: int
-    num_rows: int
-    input_ids: torch.Tensor
-    """[T] token ids; ids outside the vocabulary embed to zero."""
-    positions: torch.Tensor
-    """[T] absolute positions."""
-    ngram_ids: torch.Tensor
-    """[T, G] compressed ids of the tokens at pos, pos-1, …; see model spec §3.4. G = 0 without Engram."""
-    valid: torch.Tensor
-    """[T] bool, False on placeholder rows: the router drops them."""
-    image_mask: torch.Tensor | None
-    """[T] bool, True inside an image span; None = no image in the step."""
-    seq_of_row: torch.Tensor
-    """[T] index of the row's sequence in the step."""
-    cu_q: torch.Tensor
-    """[n+1] exclusive prefix sums of rows per sequence."""
-    last_rows: torch.Tensor
-    """[n] last query row of each sequence (the row that is sampled after prefill)."""
-    swa_store: torch.Tensor
-    """[T] ring record `state * S + pos % S`, -1 = not stored (only the last S rows of a chunk are)."""
-    swa_keys: torch.Tensor
-    """[T, W] window keys, oldest first, -1 padded. Prefill: rows of the buffer
-    [history n*W | chunk T]. Decode: ring records."""
-    ring_positions: torch.Tensor
-    """[T] flat compression-state row `state * C + pos % C` of each row, -1 = not stored."""
-    ratios: dict[int, RatioPlan] = field(default_factory=dict)
-    # Prefill only.
-    swa_history: torch.Tensor | None = None
-    """[n*W] ring records of the W positions before each chunk, -1 = zero row."""
-    consumer: ConsumerPlan | None = None
-    """The plan of consumer layers when a truncation mode is on; None = they see what the others see."""
-    # Decode only.
-    block_tables: torch.Tensor | None = None
-    """[T, B] block ids of the row's sequence, 0 padded."""
-    max_klen: dict[int, int] = field(default_factory=dict)
-    """ratio -> a bound of klen, known on the host (no device read is needed to size buffers): the largest
-    klen itself, or in a decode step of fixed shape what the columns of the block table can hold."""
-    # On the host.
-    max_length: int = 0
-    """All positions lie below this."""
-    all_valid: bool = True
-    """Whether the step has no placeholder row."""
-    sequence_rows: list[int] = field(default_factory=list)
-    """Prefill: `cu_q`."""
-    extras: list[torch.Tensor] = field(default_factory=list)
-    """What the caller sent along."""
-
-
-@functools.lru_cache(maxsize=16)
-def _ring_windows(window: int, ring_rows: int, device: torch.device) -> torch.Tensor:
-    """int64 [S, W]: ring offsets of W consecutive positions, the first at offset f; row f."""
-    with torch.inference_mode(False):
-        first = torch.arange(ring_rows, device=device).unsqueeze(1)
-        return (first + torch.arange(window, device=device)) % ring_rows
 
 
 def _expand_pivots(pivots_T4: torch.Tensor, window: int) -> torch.Tensor:
@@ -417,37 +295,28 @@ def build_decode(
         arrays.append(klen)
         arrays.append(members)
         arrays.append(closing)
-    sent, (valid_T,), more = _send(staging, arrays, (valid,), extras)
-    tensors = iter(sent)
+    given = [] if valid is None else [valid]
+    tensors = iter(staging.send([*arrays, *given, *extras]))
+    ids, positions, grams = next(tensors), next(tensors), next(tensors)
     meta = StepMetadata(
         is_prefill=False,
         num_seqs=n,
         num_rows=len(pos),
-        input_ids=next(tensors),
-        positions=next(tensors),
-        ngram_ids=next(tensors),
-        valid=_valid_rows(valid_T, len(pos), staging.device),
+        input_ids=ids,
+        positions=positions,
+        ngram_ids=grams,
+        valid=positions,  # this and the window keys: `expand` below
         image_mask=None,
         seq_of_row=next(tensors),
         cu_q=next(tensors),
         last_rows=next(tensors),
         swa_store=next(tensors),
         ring_positions=next(tensors),
-        block_tables=(tables_nB := next(tensors)),
-        swa_keys=_ring_windows(window, ring, staging.device).index_select(0, next(tensors)),
+        swa_keys=positions,
         max_length=longest,
-        all_valid=valid is None or bool(valid.all()),
-        extras=more,
+        all_valid=valid is None or (bool(valid.all()) and not fixed_shape),
     )
-    if cu[-1] != n:  # rows of a sequence share its table: one copy goes up, the device spreads it
-        meta.block_tables = tables_nB.index_select(0, meta.seq_of_row)
-    meta.swa_keys.add_(next(tensors).unsqueeze(1))
-    short_S, length_S = next(tensors), next(tensors)
-    if len(short):
-        column = torch.arange(window, device=staging.device)
-        keys_SW = meta.swa_keys.index_select(0, short_S)
-        keys_SW.masked_fill_(column >= length_S.unsqueeze(1), -1)
-        meta.swa_keys.index_copy_(0, short_S, keys_SW)
+    tables_nB, oldest_T, base_T, short_X, length_X = (next(tensors) for _ in range(5))
     for ratio in ratios:
         meta.ratios[ratio] = RatioPlan(
             ratio,
@@ -458,4 +327,17 @@ def build_decode(
             closing=next(tensors),
         )
         meta.max_klen[ratio] = (columns * layout.block_tokens if fixed_shape else longest) // ratio
+    meta.expansion = DecodeExpansion(
+        window,
+        ring,
+        next(tensors) if given else None,
+        tables_nB,
+        bool(cu[-1] == n),
+        oldest_T,
+        base_T,
+        short_X,
+        length_X,
+    )
+    meta.extras = list(tensors)
+    meta.expand()
     return meta

@@ -82,7 +82,7 @@ class InputBuilder:
             "k": np.concatenate([plan.k, tail]),
             "state_ids": _filled(plan.rows, len(tail), 0),
             "block_tables": _filled(self._tables(plan), len(tail), 0),
-            "valid": np.arange(count + more) < count if more else None,
+            "valid": np.arange(count + more) < count if self.row_multiple > 1 or more else None,
             **self._tokens(plan, rows, more, in_flight is not None),
         }
         last_rows = np.cumsum(plan.q) - 1
