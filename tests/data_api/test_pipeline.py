@@ -1,4 +1,4 @@
-"""Real Ray Data pipelines: the job's rows, actors that die, batches without end; one cluster for all of them."""
+"""Real Ray Data pipelines: the job's rows, actors that die, long work; one cluster for all of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_read_map_write_gives_the_rows_of_the_job(ray_cluster, model, prompts, t
 
 @pytest.fixture
 def processed(ray_cluster, model, stub, tmp_path):
-    """processed(prompts, engine={…}, context={…}, **options) → the table that a processor with the stub gives."""
+    """processed(ids, engine={…}, context={…}, options…) → the table that a processor with the stub gives."""
 
     def run(ids, engine=(), context=None, preprocess=None, postprocess=None, **options):
         config = ProcessorConfig(model=model, token_ids_column="ids", id_column="n", device="cpu", **options)

@@ -1,4 +1,4 @@
-"""Batches in one process: the rows of the job, fixed pieces, surviving types, shared engines, clear refusals."""
+"""Batches in one process: the job's rows, fixed pieces, surviving types, shared engines, refusals."""
 
 from __future__ import annotations
 
