@@ -20,6 +20,12 @@ MIN_TOKENS = 32
 MAX_HEADS = 4096
 
 
+def head_of(prompt: np.ndarray) -> bytes:
+    """Digest of the first block of a prompt, int32 [N]."""
+    head = np.ascontiguousarray(prompt[:HEAD_TOKENS], "<i4").tobytes()
+    return hashlib.blake2b(head, digest_size=16).digest()
+
+
 class PrefixHomes:
     """Heads of prompts and the ranks that got them, the latest `max_heads` of them."""
 
@@ -34,8 +40,7 @@ class PrefixHomes:
         best = max(credits, key=lambda rank: (credits[rank], -rank))
         if len(prompt) < MIN_TOKENS:
             return best
-        head = np.ascontiguousarray(prompt[:HEAD_TOKENS], "<i4").tobytes()
-        key = hashlib.blake2b(head, digest_size=16).digest()
+        key = head_of(prompt)
         homes = self._ranks_of.setdefault(key, set())
         self._ranks_of.move_to_end(key)
         if len(self._ranks_of) > self._max_heads:

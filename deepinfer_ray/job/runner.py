@@ -22,6 +22,7 @@ from deepinfer_ray.job.feeder import FedRow, Feeder
 from deepinfer_ray.job.lease import Lease
 from deepinfer_ray.job.ledger import Ledger
 from deepinfer_ray.job.plan import Part
+from deepinfer_ray.job.prefix_order import PrefixWindow
 from deepinfer_ray.job.progress import Progress
 from deepinfer_ray.job.signals import StopSignals
 from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter, RowOutcome
@@ -98,7 +99,10 @@ class Runner:
         self._clock = clock
         self._open: dict[str, OpenPart] = {}
         self._under_way: dict[int, tuple[OpenPart, RowOutcome, int]] = {}  # by key: …, completion index
+        self._read = 0
         self._next_key = 0
+        self._ahead = PrefixWindow()
+        self._held: FedRow | None = None  # first row of a part that is not begun yet
         self._asked = clock()
         self._ending: Ending | None = None
         self._ended = Counts()  # rows whose result is known, committed or not
@@ -134,17 +138,27 @@ class Runner:
     def _feed(self) -> bool:
         """Hand over as many rows as the backend would take; whether it would have taken more."""
         room = self._backend.wanted()
-        items: list[WorkItem] = []
-        while len(items) < room and (fed := self._feeder.take()) is not None:
-            if fed.index == 0:
-                if self._ending is not None:  # stopping: no new part
-                    self._feeder.stop()
-                    break
-                self._begin(fed)
-            items.extend(self._items(fed))
+        self._look_ahead(room)
+        items = self._ahead.take(room)
         if items:
             self._backend.submit(items)
         return len(items) < room and not self._feeder.exhausted
+
+    def _look_ahead(self, room: int) -> None:
+        """Takes rows until `room` items wait, and for the sake of their order what is left of open parts."""
+        while len(self._ahead) < room or self._ahead.has_room:
+            fed, self._held = self._held or self._feeder.take(), None
+            if fed is None:
+                return
+            if fed.index == 0:
+                if self._ending is not None:  # stopping: no new part
+                    self._feeder.stop()
+                    return
+                if len(self._ahead) >= room:
+                    self._held = fed
+                    return
+                self._begin(fed)
+            self._ahead.push(self._items(fed))
 
     def _begin(self, fed: FedRow) -> None:
         assert fed.table is not None
@@ -153,6 +167,7 @@ class Runner:
 
     def _items(self, fed: FedRow) -> list[WorkItem]:
         """The work of a row; none when its outcome is known already."""
+        self._read += 1
         open_part = self._open[fed.part.name]
         kept = open_part.kept.get(fed.index)
         if kept is not None:
@@ -209,7 +224,7 @@ class Runner:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _finished(self) -> bool:
-        return self._feeder.exhausted and not self._open and not self._commits
+        return self._feeder.exhausted and self._held is None and not self._open and not self._commits
 
     def _check_ending(self) -> None:
         if self._ending is not None:
@@ -229,9 +244,12 @@ class Runner:
         )
 
     def _check_error_rate(self, min_rows: int) -> None:
-        rows = self._before.rows + self._ended.rows
+        if self._before.rows + self._ended.rows < min_rows:
+            return
+        # Among the rows that were read: a bad one ends as it is read, long before those around it have run.
+        rows = self._before.rows + self._read
         errors = self._before.errors + self._ended.errors
-        if rows < min_rows or errors <= self._max_error_rate * rows:
+        if errors <= self._max_error_rate * rows:
             return
         codes = self._before.error_codes + self._ended.error_codes
         worst = ", ".join(f"{code} {count}" for code, count in codes.most_common(5))
