@@ -17,7 +17,7 @@ from deepinfer_ray.model.compressor import Compressor, rotate_tail
 from deepinfer_ray.model.indexer import Indexer, IndexKeys
 from deepinfer_ray.model.step import Selection, StepContext
 from deepinfer_ray.ops.attention import sparse_attention, sparse_attention_blocks
-from deepinfer_ray.ops.linear import grouped_linear, linear
+from deepinfer_ray.ops.linear import linear, rounded_grouped_linear, rounded_linear
 from deepinfer_ray.ops.norm import rms_norm
 from deepinfer_ray.ops.numerics import Numerics
 
@@ -63,10 +63,10 @@ class Attention(nn.Module):
         if self.compressor is not None and side is not None:
             self._store_entries(side, ctx)
 
-        q_kv = nx.b(linear(nx.q8(v_TD), self.wq_a_wkv))
+        q_kv = rounded_linear(nx.q8(v_TD), self.wq_a_wkv, nx)
         q_low = nx.b(rms_norm(q_kv[:, : self.q_rank], self.q_norm, self.eps))
         latent = nx.b(rms_norm(q_kv[:, self.q_rank :], self.kv_norm, self.eps))
-        q_all = nx.b(linear(nx.q8(q_low), self.wq_b))
+        q_all = rounded_linear(nx.q8(q_low), self.wq_b, nx)
         width = self.heads * self.dim
         q_THd = q_all[:, :width].view(rows, self.heads, self.dim)
         # Queries and the window latent turn by the same angles: the latent goes along as one more head.
@@ -172,5 +172,5 @@ class Attention(nn.Module):
         o_THd = rotate_tail(o_THd, cos, -sin, nx)
         if not nx.reference:
             o_THd = nx.q8(o_THd)
-        z_TGO = nx.b(grouped_linear(o_THd.view(rows, self.groups, -1), self.wo_a))
-        return nx.b(linear(nx.q8(z_TGO.reshape(rows, -1)), self.wo_b))
+        z_TGO = rounded_grouped_linear(o_THd.view(rows, self.groups, -1), self.wo_a, nx)
+        return rounded_linear(nx.q8(z_TGO.reshape(rows, -1)), self.wo_b, nx)

@@ -10,7 +10,7 @@ from torch import nn
 
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.ops.engram import gated_update
-from deepinfer_ray.ops.linear import linear
+from deepinfer_ray.ops.linear import rounded_linear
 from deepinfer_ray.ops.numerics import Numerics
 
 
@@ -38,5 +38,5 @@ class Engram(nn.Module):
         nx = self.numerics
         # The product uses stored codes and scales as they are; only the reference requantizes.
         rows_Tw = nx.q8(rows_Tw) if nx.reference else rows_Tw
-        kv = nx.b(linear(rows_Tw, self.wkv)).view(-1, self.m + 1, self.hidden)
+        kv = rounded_linear(rows_Tw, self.wkv, nx).view(-1, self.m + 1, self.hidden)
         return nx.b(gated_update(x_TmD, kv[:, : self.m], kv[:, self.m], self.weight, self.eps, image_mask))

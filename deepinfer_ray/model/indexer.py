@@ -17,7 +17,7 @@ from deepinfer_ray.model.compressor import rotate_tail
 from deepinfer_ray.model.step import Selection, StepContext
 from deepinfer_ray.ops import index as ops
 from deepinfer_ray.ops.attention import validity_bias
-from deepinfer_ray.ops.linear import linear, round_up
+from deepinfer_ray.ops.linear import round_up, rounded_linear
 from deepinfer_ray.ops.norm import rms_norm
 from deepinfer_ray.ops.numerics import Numerics
 
@@ -42,7 +42,7 @@ class IndexKeys(nn.Module):
     def forward(self, latent_Ed: torch.Tensor, ctx: StepContext) -> None:
         """Project, norm, rotate and store the keys of this step's entries."""
         b, plan = self.numerics.b, ctx.entries[self.ratio]
-        keys = b(rms_norm(b(linear(latent_Ed, self.wk)), self.k_norm, self.eps))
+        keys = b(rms_norm(rounded_linear(latent_Ed, self.wk, self.numerics), self.k_norm, self.eps))
         cos, sin = plan.rotation
         ctx.pools.store_index_keys(self.layer, rotate_tail(keys, cos, sin, self.numerics), plan.slots)
 

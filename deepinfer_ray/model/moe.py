@@ -18,7 +18,7 @@ from deepinfer_ray.config.hf import LayerSpec, TextConfig
 from deepinfer_ray.model.step import StepContext
 from deepinfer_ray.ops import moe as ops
 from deepinfer_ray.ops.formats import dequant_mxfp4_weight
-from deepinfer_ray.ops.linear import ROW_TILE, linear, pad_dim, round_up
+from deepinfer_ray.ops.linear import ROW_TILE, linear, pad_dim, round_up, rounded_linear
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.parallel.expert_exchange import ExpertExchange, LocalExchange
 
@@ -37,7 +37,7 @@ class ExpertProducts(Protocol):
         act: Activation,
         partial: bool = True,
     ) -> torch.Tensor:
-        """[T·k, D] unrounded results; pairs with expert -1 give zeros (their weight is 0).
+        """[T·k, D] rounded results; pairs with expert -1 give zeros (their weight is 0).
 
         partial: a row may have an expert here in one slot and none in another, as behind an exchange. False
         spares the extra care: a row has all its routed experts here, or none.
@@ -52,8 +52,9 @@ class Activation:
         self.numerics, self.limit = numerics, limit
 
     def __call__(self, gate_up: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """gate_up: rounded results of the first product, float32."""
         nx = self.numerics
-        out = ops.swiglu(nx.b(gate_up), weight, self.limit)
+        out = ops.swiglu(gate_up, weight, self.limit)
         return nx.q8(nx.b(out) if nx.reference else out)
 
 
@@ -63,11 +64,12 @@ class StackedExperts(nn.Module):
     The last expert may be the shared one: it then takes part in the same two products.
     """
 
-    def __init__(self, experts: int, hidden: int, width: int) -> None:
+    def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype = torch.float32) -> None:
+        """dtype: float32 or bfloat16, see `ops.linear.rounded_linear`."""
         super().__init__()
         self.experts = experts
-        self.w13 = nn.Parameter(torch.empty(experts, hidden, 2 * width), requires_grad=False)
-        self.w2 = nn.Parameter(torch.empty(experts, width, hidden), requires_grad=False)
+        self.w13 = nn.Parameter(torch.empty(experts, hidden, 2 * width, dtype=dtype), requires_grad=False)
+        self.w2 = nn.Parameter(torch.empty(experts, width, hidden, dtype=dtype), requires_grad=False)
 
     def forward(
         self,
@@ -102,6 +104,7 @@ class StackedExperts(nn.Module):
         count: look how many rows the fullest expert has; the host waits. partial: see `ExpertProducts`.
         """
         rows, slots = experts_Tk.shape
+        x_TD = x_TD.to(self.w13.dtype)
         capacity = round_up(max(rows, 1))
         if count and rows > ROW_TILE:
             flat = experts_Tk.reshape(-1).clamp_min(0)
@@ -118,8 +121,8 @@ class StackedExperts(nn.Module):
             buffer = x_TD.new_zeros(self.experts * capacity, x_TD.shape[1])
             buffer = buffer.index_copy(0, index, x_TD[row_of_pair]).view(self.experts, capacity, -1)
         hidden = torch.bmm(buffer, self.w13)
-        pairs = hidden.view(-1, hidden.shape[2]).index_select(0, index)
-        inner = act(pairs, weights_Tk.view(-1, 1))
+        pairs = _rounded(hidden.view(-1, hidden.shape[2]).index_select(0, index), act.numerics)
+        inner = act(pairs, weights_Tk.view(-1, 1)).to(self.w2.dtype)
         missing = experts_Tk.view(-1) < 0 if partial else None
         end = self.experts * capacity
         # A pair without an expert points into the buffer of expert 0, where a real pair of the same row may
@@ -127,8 +130,13 @@ class StackedExperts(nn.Module):
         put = index if missing is None else index.masked_fill(missing, end)
         spread = inner.new_zeros(end + (missing is not None), inner.shape[1]).index_copy_(0, put, inner)
         out = torch.bmm(spread[:end].view(self.experts, capacity, -1), self.w2)
-        out = out.view(-1, out.shape[2]).index_select(0, index)
+        out = _rounded(out.view(-1, out.shape[2]).index_select(0, index), act.numerics)
         return out if missing is None else out.masked_fill_(missing.unsqueeze(1), 0.0)
+
+
+def _rounded(product: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """float32 of a product that bfloat16 operands have rounded already, or rounded now."""
+    return product.float() if product.dtype == torch.bfloat16 else numerics.b(product)
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,9 +162,10 @@ def _places(flat_P: torch.Tensor, experts: int) -> tuple[torch.Tensor, int]:
 class PackedExperts(nn.Module):
     """Expert weights in their stored MXFP4 bytes; an expert is dequantized when rows arrive for it."""
 
-    def __init__(self, experts: int, hidden: int, width: int) -> None:
+    def __init__(self, experts: int, hidden: int, width: int, dtype: torch.dtype = torch.float32) -> None:
+        """dtype: what the dequantized weights of a product are, see `ops.linear.rounded_linear`."""
         super().__init__()
-        self.experts = experts
+        self.experts, self.dtype = experts, dtype
 
         def codes(out: int, inner: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(experts, out, inner, dtype=torch.uint8), requires_grad=False)
@@ -179,10 +188,10 @@ class PackedExperts(nn.Module):
         out = x_TD.new_zeros(flat.numel(), x_TD.shape[1])
         for expert in torch.unique(flat[flat >= 0]).tolist():
             pairs = (flat == expert).nonzero().view(-1)
-            w13 = dequant_mxfp4_weight(self.w13[expert], self.w13_scale[expert])
-            inner = act(linear(x_TD[pairs // slots], w13), weights[pairs])
-            w2 = dequant_mxfp4_weight(self.w2[expert], self.w2_scale[expert])
-            out = out.index_copy(0, pairs, linear(inner, w2))
+            w13 = dequant_mxfp4_weight(self.w13[expert], self.w13_scale[expert]).to(self.dtype)
+            inner = act(rounded_linear(x_TD[pairs // slots], w13, act.numerics), weights[pairs])
+            w2 = dequant_mxfp4_weight(self.w2[expert], self.w2_scale[expert]).to(self.dtype)
+            out = out.index_copy(0, pairs, rounded_linear(inner, w2, act.numerics))
         return out
 
     def all_experts(
@@ -204,12 +213,13 @@ class PackedExperts(nn.Module):
             place = torch.where(mine, local * capacity + row, count * capacity)  # the last row is nobody's
             w13 = dequant_mxfp4_weight(self.w13[these], self.w13_scale[these]).transpose(1, 2)
             pairs = torch.bmm(x_CD.expand(count, -1, -1), w13).view(-1, 2 * width)
-            inner = act(pairs.index_select(0, place.clamp_max(count * capacity - 1)), weights)
+            pairs = act.numerics.b(pairs.index_select(0, place.clamp_max(count * capacity - 1)))
+            inner = act(pairs, weights)
             spread = inner.new_zeros(count * capacity + 1, width).index_copy_(0, place, inner)
             w2 = dequant_mxfp4_weight(self.w2[these], self.w2_scale[these]).transpose(1, 2)
             done = torch.bmm(spread[:-1].view(count, capacity, width), w2).view(-1, hidden)
             done = done.index_select(0, place.clamp_max(count * capacity - 1))
-            out = torch.where(mine.unsqueeze(-1), done, out)
+            out = torch.where(mine.unsqueeze(-1), act.numerics.b(done), out)
         return out
 
 
@@ -269,13 +279,13 @@ class MoE(nn.Module):
             expert, one = _shared_column(self.shared_expert, rows, v_TD.device)
             slots = torch.cat((expert, received.experts), dim=1)
             weights = torch.cat((one, received.weights), dim=1)
-            out = nx.b(self.experts(v8_TD, slots, weights, self.act, False))
+            out = self.experts(v8_TD, slots, weights, self.act, False)
             out = out.view(rows, self.k + 1, v_TD.shape[1])
             shared: torch.Tensor | None = out[:, 0]
             routed = self.exchange.combine(out[:, 1:], received)
         else:
             out = self.experts(received.rows, received.experts, received.weights, self.act)
-            out = nx.b(out).view(received.rows.shape[0], self.k, v_TD.shape[1])
+            out = out.view(received.rows.shape[0], self.k, v_TD.shape[1])
             shared = self._shared(v8_TD)
             routed = self.exchange.combine(out, received)
         if nx.reference:
@@ -292,4 +302,6 @@ class MoE(nn.Module):
     def _shared(self, v8_TD: torch.Tensor) -> torch.Tensor | None:
         if self.shared_w13 is None or self.shared_w2 is None:
             return None
-        return self.numerics.b(linear(self.act(linear(v8_TD, self.shared_w13), None), self.shared_w2))
+        nx = self.numerics
+        inner = self.act(rounded_linear(v8_TD, self.shared_w13, nx), None)
+        return rounded_linear(inner, self.shared_w2, nx)

@@ -23,6 +23,7 @@ from deepinfer_ray.model.hyper_connections import HyperConnection, spread_scale
 from deepinfer_ray.model.moe import MoE, PackedExperts, StackedExperts
 from deepinfer_ray.model.v41 import TextModel
 from deepinfer_ray.ops.formats import as_bytes, dequant_fp8_weight, dequant_mxfp4_weight
+from deepinfer_ray.ops.linear import product_dtype
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.parallel.engram_store import LocalEngramStore
 
@@ -41,19 +42,21 @@ def physical_experts(num_experts: int, extra: int = 0) -> list[int]:
 class _Source:
     """Stored tensors converted for a backend (`prepare`): on CPU exact float32."""
 
-    def __init__(self, checkpoint: Checkpoint, backend: str, device: torch.device | str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, backend: str, device: torch.device | str, products: torch.dtype
+    ) -> None:
         if backend != "cpu":
             raise ConfigError(f"backend {backend!r} has no weight preparation; known backends: cpu")
-        self.checkpoint, self.device = checkpoint, device
+        self.checkpoint, self.device, self.products = checkpoint, device, products
 
     def plain(self, name: str) -> torch.Tensor:
         """float32 of a BF16 or F32 tensor."""
         return self.checkpoint.read(name).to(device=self.device, dtype=torch.float32)
 
     def fp8(self, name: str) -> torch.Tensor:
-        """float32 [out, in] of an FP8 linear and its block scales."""
+        """[out, in] of an FP8 linear and its block scales, in the dtype of rounded products: exact."""
         weight, scale = self.checkpoint.read(f"{name}.weight"), self.checkpoint.read(f"{name}.scale")
-        return dequant_fp8_weight(as_bytes(weight), as_bytes(scale)).to(self.device)
+        return dequant_fp8_weight(as_bytes(weight), as_bytes(scale)).to(self.device, self.products)
 
 
 def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -96,7 +99,7 @@ def _load_attention(module: Attention, source: _Source, prefix: str) -> None:
     if side:
         put(module, "side", torch.cat(side))
     if module.index_keys is not None:
-        put(module.index_keys, "wk", source.plain(f"{prefix}.indexer.wk.weight"))
+        put(module.index_keys, "wk", source.plain(f"{prefix}.indexer.wk.weight").to(source.products))
         put(module.index_keys, "k_norm", source.plain(f"{prefix}.indexer.k_norm.weight"))
 
 
@@ -119,7 +122,7 @@ def _load_moe(module: MoE, source: _Source, prefix: str, stacked: bool, experts:
     read = source.checkpoint.read_experts(prefix, experts)
     hidden, width = read.w2.shape[1], read.w2.shape[2] * 2
     with torch.device("meta"):
-        packed = PackedExperts(len(experts), hidden, width)
+        packed = PackedExperts(len(experts), hidden, width, source.products)
     for name, value in read._asdict().items():
         put(packed, name, as_bytes(value).to(source.device))
     module.experts = packed
@@ -139,7 +142,7 @@ def _load_stacked(
     width = first.shape[0]
     fused = shared2 is not None and shared2.shape[1] == width
     with torch.device(source.device):
-        stack = StackedExperts(len(experts) + fused, hidden, width)
+        stack = StackedExperts(len(experts) + fused, hidden, width, source.products)
     for place, expert in enumerate(experts):
         read = source.checkpoint.read_experts(prefix, [expert])
         stack.w13[place] = dequant_mxfp4_weight(as_bytes(read.w13[0]), as_bytes(read.w13_scale[0])).t()
@@ -185,10 +188,10 @@ def load_engram_store(checkpoint: Checkpoint, device: torch.device | str = "cpu"
     )
 
 
-def dequantized_expert_bytes(config: ModelConfig) -> int:
-    """float32 bytes of all routed experts of the backbone."""
+def dequantized_expert_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of all routed experts of the backbone in the dtype of products."""
     text = config.text
-    per_expert = 3 * text.hidden_size * text.moe_intermediate_size * 4
+    per_expert = 3 * text.hidden_size * text.moe_intermediate_size * dtype.itemsize
     return sum(layer.num_experts * per_expert for layer in config.topology.backbone)
 
 
@@ -201,18 +204,20 @@ def load_text_model(
     backend: str = "cpu",
     device: torch.device | str = "cpu",
     dequant_budget_bytes: int = DEQUANT_BUDGET_BYTES,
+    products: torch.dtype | None = None,
 ) -> TextModel:
     """The backbone of a checkpoint, ready to run.
 
     config: overrides the checkpoint's (same shapes; e.g. another `index_topk`). max_positions: see
-    `TextModel`. dequant_budget_bytes: float32 bytes that routed experts may take; beyond it every layer keeps
-    them packed. The choice depends on the checkpoint alone, never on a batch.
+    `TextModel`. dequant_budget_bytes: bytes that dequantized routed experts may take; beyond it each layer keeps
+    them packed. products: float32 or bfloat16 weights of rounded products, by default what this machine does
+    well (`product_dtype`). Both choices are made once, never by a batch.
     """
     config = config or checkpoint.config
-    source = _Source(checkpoint, backend, device)
+    source = _Source(checkpoint, backend, device, products or product_dtype(numerics, device))
     with torch.device("meta"):
         model = TextModel(config, numerics, max_positions)
-    stacked = dequantized_expert_bytes(config) <= dequant_budget_bytes
+    stacked = dequantized_expert_bytes(config, source.products) <= dequant_budget_bytes
     with checkpoint.loading(), torch.no_grad():
         embed = checkpoint.read("embed.weight")
         put(model, "embed", embed.to(device))

@@ -7,6 +7,7 @@ import torch
 from deepinfer_ray.errors import CheckpointError, ConfigError
 from deepinfer_ray.model import weights
 from deepinfer_ray.model.checkpoint import Checkpoint
+from deepinfer_ray.model.v41 import TextModel
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.parallel.engram_store import LocalEngramStore, padded_rows, row_range
 
@@ -27,11 +28,25 @@ def test_golden_checkpoints_load_without_drafter_and_tower(harness, kind):
 
 
 def test_the_budget_decides_how_experts_are_held(checkpoint):
-    need = weights.dequantized_expert_bytes(checkpoint.config)
-    assert need == 8 * 6 * 3 * 64 * 32 * 4
-    for budget, kind in ((need, "StackedExperts"), (need - 1, "PackedExperts")):
-        model = weights.load_text_model(checkpoint, Numerics(), dequant_budget_bytes=budget)
-        assert {type(block.ffn.experts).__name__ for block in model.blocks} == {kind}
+    for dtype in (torch.float32, torch.bfloat16):
+        need = weights.dequantized_expert_bytes(checkpoint.config, dtype)
+        assert need == 8 * 6 * 3 * 64 * 32 * dtype.itemsize
+        for budget, kind in ((need, "StackedExperts"), (need - 1, "PackedExperts")):
+            model = weights.load_text_model(
+                checkpoint, Numerics(), dequant_budget_bytes=budget, products=dtype
+            )
+            assert {type(block.ffn.experts).__name__ for block in model.blocks} == {kind}
+
+
+def test_bfloat16_weights_round_as_float32_ones_do(harness, checkpoint):
+    """One product from exact operands, summed in float32, rounded once: the same up to the order of sums."""
+    ids, rows = harness.expected("tinyB", "exact")["input_ids"].numpy(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = weights.load_text_model(checkpoint, Numerics(), products=dtype)
+        driver = harness.Driver(model, token_map=harness.expected_map("tinyB"), num_slots=8, num_blocks=16)
+        rows.append(driver.prefill(driver.add(ids), 75)[0].capture["layers.0.attn_out"])
+    assert (harness.ulp_distance(*rows) == 0).float().mean() > 0.97
+    assert harness.relative_errors(*rows).median() < 0.005
 
 
 def test_packed_and_stacked_models_give_the_same_logits(harness):
@@ -109,8 +124,6 @@ def test_engram_scales_must_fit_their_codes():
 
 
 def test_a_model_that_was_not_prepared_says_so(checkpoint):
-    from deepinfer_ray.model.v41 import TextModel
-
     with torch.device("meta"):
         model = TextModel(checkpoint.config, Numerics())
     with pytest.raises(RuntimeError, match=r"prepare\(\) must run before the first forward pass"):
