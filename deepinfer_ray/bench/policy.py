@@ -19,7 +19,7 @@ def run(
     seats: int = SEATS, per_rank: int = PER_RANK, studies: tuple[str, ...] = (), seed: int = 0
 ) -> list[dict[str, Any]]:
     """Rows of all studies, or of the named ones; `ConfigError` for an unknown name."""
-    known = {study.name: study for study in make_studies(seats, per_rank)}
+    known = {study.name: study for study in make_studies(seats)}
     for name in studies:
         if name not in known:
             raise ConfigError(f"there is no policy study {name!r}; choose from: {', '.join(known)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepinfer_ray.bench.policy_study import DEFAULT, FREQUENT, PARITY, Lab, Policy, Workload
+from deepinfer_ray.bench.policy_study import FREQUENT, PARITY, RARE, Lab, Policy, Workload
 from deepinfer_ray.bench.svg import Lane, Line, bar_chart, line_chart, timeline_chart
 
 Row = dict[str, Any]
@@ -68,7 +68,7 @@ def _over_interval(rows: list[Row], column: str, label: str) -> str:
         points = []
         for row in group:
             every, anybody = row["policy"].split("/")
-            if every == anybody or row["policy"] == DEFAULT.name:
+            if every == anybody or row["policy"] == RARE.name:
                 points.append((float(anybody), float(row[column])))
         lines.append(Line(workload, sorted(points)))
     return line_chart(

@@ -143,7 +143,7 @@ def test_a_late_request_is_prefilled_at_its_point(
 
 
 def test_rarer_votes_leave_seats_empty_and_requests_waiting() -> None:
-    work = make_workload("steady", "uniform", COST, seats=8, per_rank=16)
+    work = make_workload("steady", "uniform", COST, seats=8, per_rank=12)
     rare, often = (
         Fleet(settings(prefill_all_interval=i, prefill_any_interval=i), COST).run(work) for i in (100, 16)
     )

@@ -12,9 +12,9 @@ import pytest
 from deepinfer_ray.bench import policy, policy_plots
 from deepinfer_ray.bench.policy_study import (
     AMPLE_BLOCKS,
-    DEFAULT,
     FREQUENT,
     PARITY,
+    RARE,
     Lab,
     Study,
     Workload,
@@ -28,7 +28,7 @@ from deepinfer_ray.errors import ConfigError
 SMALL = Study(
     "intervals",
     "?",
-    (DEFAULT, FREQUENT),
+    (RARE, FREQUENT),
     (Workload("steady", "uniform"), Workload("batch", "uniform")),
 )
 
@@ -79,14 +79,14 @@ def test_rows_summarise_their_workloads(rows: list[dict[str, Any]]) -> None:
 
 def test_a_pair_runs_once_whatever_its_name(lab: Lab, rows: list[dict[str, Any]]) -> None:
     workload = SMALL.workloads[0]
-    assert lab.run(DEFAULT, workload) is lab.run(replace(DEFAULT, name="again"), workload)
-    assert lab.run(DEFAULT, workload) is not lab.run(replace(DEFAULT, watermark=0.5), workload)
+    assert lab.run(RARE, workload) is lab.run(replace(RARE, name="again"), workload)
+    assert lab.run(RARE, workload) is not lab.run(replace(RARE, watermark=0.5), workload)
 
 
 def test_a_timeline_can_be_asked_for_later(lab: Lab, rows: list[dict[str, Any]]) -> None:
     workload = SMALL.workloads[0]
-    plain = lab.run(DEFAULT, workload)
-    traced = lab.run(DEFAULT, workload, keep_timeline=True)
+    plain = lab.run(RARE, workload)
+    traced = lab.run(RARE, workload, keep_timeline=True)
     assert traced.timeline
     assert traced.seconds == plain.seconds
     assert traced.timeline[-1][1] == pytest.approx(traced.seconds)
@@ -101,8 +101,10 @@ def test_every_study_has_parity_as_its_reference() -> None:
     assert references["headroom"].strict_headroom
     assert references["queue"].order == "fifo"
     assert references["together"] == PARITY
-    parity = SchedulerSettings(num_blocks=2, max_model_len=100)
-    assert (parity.prefill_all_interval, parity.prefill_any_interval) == (70, 100)
+    parity = SchedulerSettings(num_blocks=2, max_model_len=100).parity()
+    assert (parity.idle_fast_path, parity.strict_block_headroom) == (False, True)
+    assert (PARITY.idle_fast_path, PARITY.strict_headroom) == (False, True)
+    assert (PARITY.all_interval, PARITY.any_interval, PARITY.watermark) == (70, 100, 0.90)
     for study in make_studies():
         assert len({p.name for p in study.policies}) == len(study.policies)
         assert len({w.name for w in study.workloads}) == len(study.workloads)
