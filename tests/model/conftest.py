@@ -34,7 +34,12 @@ def expected(kind: str, file: str) -> dict[str, torch.Tensor]:
 
 @cache
 def load_model(
-    kind: str, mode: str, variant: str = "engine", dense: bool = False, budget: int = 1 << 30
+    kind: str,
+    mode: str,
+    variant: str = "engine",
+    dense: bool = False,
+    budget: int = 1 << 30,
+    device: str = "cpu",
 ) -> TextModel:
     """A golden model; `dense` selects every visible entry, as the `dense.*` runs do."""
     with Checkpoint.open(GOLDEN / kind) as checkpoint:
@@ -42,7 +47,7 @@ def load_model(
         if dense:
             config = config.with_text(index_topk=4096, candidate_topk_blocks=4096)
         return load_text_model(
-            checkpoint, Numerics(mode, variant), config=config, dequant_budget_bytes=budget
+            checkpoint, Numerics(mode, variant), config=config, device=device, dequant_budget_bytes=budget
         )
 
 
@@ -79,10 +84,11 @@ class Driver:
         num_slots: int = 80,
         num_blocks: int = 160,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.model, config = model, model.config
         self.layout = CacheLayout.build(config, model.numerics, num_drafts)
-        self.pools = CachePools(self.layout, num_blocks, num_slots)
+        self.pools = CachePools(self.layout, num_blocks, num_slots, device)
         self.pools.poison(range(num_slots), range(num_blocks))
         rng = np.random.default_rng(seed)
         self._slots = list(rng.permutation(np.arange(1, num_slots)))
@@ -126,6 +132,7 @@ class Driver:
             "input_ids": ids,
             "ngram_ids": grams,
             "valid": valid,
+            "device": self.pools.device,
         }
         ratios = self.model.config.topology.ratios
         if prefill:
@@ -138,7 +145,8 @@ class Driver:
             logits = self.model.logits(out.hidden)
         for sequence, end in zip(sequences, k, strict=True):
             sequence.length = int(end)
-        return Result(out.hidden, logits, out.taps, capture)
+        capture = {name: value.cpu() for name, value in capture.items()}
+        return Result(out.hidden.cpu(), logits.cpu(), out.taps.cpu(), capture)
 
     def _grams(self, tokens: np.ndarray, positions: np.ndarray, order: int) -> np.ndarray:
         known = (tokens >= 0) & (tokens < len(self.token_map))
@@ -224,11 +232,11 @@ class GoldenRun:
 
 
 @cache
-def golden_run(kind: str, mode: str, variant: str, run: str) -> GoldenRun:
+def golden_run(kind: str, mode: str, variant: str, run: str, device: str = "cpu") -> GoldenRun:
     """The golden prompt in one chunk, then its forced decode tokens."""
     tensors = expected(kind, "exact" if mode == "exact" else "official")
-    model = load_model(kind, mode, variant, run == "dense")
-    driver = Driver(model, token_map=expected_map(kind))
+    model = load_model(kind, mode, variant, run == "dense", device=device)
+    driver = Driver(model, token_map=expected_map(kind), device=device)
     ids, length = tensors["input_ids"].numpy(), int(tensors["prompt_len"])
     sequence = driver.add(ids)
     prefill = driver.prefill(sequence, length)[0]

@@ -1,0 +1,72 @@
+"""The rank engine on a CUDA device: plain and overlapped loop give the same bits, and the CPU's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepinfer_ray.engine.engine import Engine
+from deepinfer_ray.engine.request import Request, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.9, "prompt_logprobs": 0},
+    {"temperature": 0.8, "top_k": 40, "logprobs": 1, "repetition_penalty": 1.1, "min_tokens": 3},
+    {"temperature": 0.0, "logit_bias": {7: 2.0}},
+]
+LENGTHS = (1, 2, 17, 40, 63, 90, 126, 128, 5, 200, 33)
+
+
+def run(engine: Engine, kinds: list[dict[str, Any]] = KINDS, tokens: tuple[int, int] = (4, 20)) -> list[Any]:
+    """Everything of every result, in request order."""
+    random = np.random.default_rng(11)
+    for number, length in enumerate(LENGTHS):
+        params = SamplingParams(max_tokens=int(random.integers(*tokens)), **kinds[number % len(kinds)])
+        engine.add(Request(random.integers(3, 509, length).astype(np.int32), params, seed=number))
+    results = sorted(engine.run(), key=lambda result: result.request_id)
+    engine.check_integrity()
+    assert [result.error for result in results] == [None] * len(LENGTHS)
+    return [
+        (
+            result.token_ids.tolist(),
+            [] if result.logprobs is None else result.logprobs.tolist(),
+            None if result.prompt_logprobs is None else result.prompt_logprobs.tolist(),
+            result.top_logprobs,
+            result.finish_reason,
+        )
+        for result in results
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_seqs": 3}, {"max_batched_tokens": 33}, {"num_blocks": 9, "max_seqs": 9}],
+    ids=["all at once", "queue", "chunks", "preempted"],
+)
+@pytest.mark.parametrize(("kind", "mode"), [("tinyB", "exact"), ("tinyB", "released"), ("tinyA", "released")])
+def test_overlapped_equals_plain(
+    rank_of: Callable[..., Any], kind: str, mode: str, settings: dict[str, Any]
+) -> None:
+    rank = rank_of(kind, mode)
+    plain = run(rank.engine(zos=False, **settings))
+    overlapped = run(rank.engine(zos=True, **settings))
+    assert overlapped == plain
+    assert sum(len(result[0]) for result in plain) > 40
+
+
+@pytest.mark.parametrize("kind", ["tinyB", "tinyA"])
+def test_exact_greedy_tokens_are_those_of_the_cpu(
+    rank_of: Callable[..., Any], figures: dict[str, Any], kind: str
+) -> None:
+    greedy = [{"temperature": 0.0, "logprobs": 0}]
+    cuda = run(rank_of(kind, "exact").engine(zos=True), greedy)
+    cpu = run(rank_of(kind, "exact", on="cpu").engine(zos=True), greedy)
+    assert [result[0] for result in cuda] == [result[0] for result in cpu]
+    worst = max(abs(np.subtract(a[1], b[1])).max() for a, b in zip(cuda, cpu, strict=True))
+    figures[f"engine {kind} exact: worst difference of a greedy logprob, CUDA to CPU"] = float(worst)
+    assert worst < 1e-3
