@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from deepinfer_ray.config.job import JobConfig
 from deepinfer_ray.errors import ConfigError, InputError
+from deepinfer_ray.job.openai_rows import BODY, CUSTOM_ID, METHOD, URL
 from deepinfer_ray.job.plan import InputFile
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Exactly one of `prompt`, `token_ids` and `messages` is set; `chat` and `tools` come with messages only.
+    """Exactly one of `prompt`, `token_ids`, `messages` and `batch` is set; `chat`, `tools` need `messages`.
 
     id: unique row ids. sampling: a row's own sampling parameters, with messages its chat options too.
     chat: a row's own chat options. tools: a row's tools. schema: what a row's completion must match.
+    batch: the bodies of an OpenAI batch.
     """
 
     prompt: str | None = None
@@ -28,6 +30,26 @@ class Columns:
     chat: str | None = None
     tools: str | None = None
     schema: str | None = None
+    batch: str | None = None
+
+    @classmethod
+    def of_batch(cls, job: JobConfig) -> Columns:
+        """Columns of an OpenAI batch file. Raises `ConfigError` for flags that name others."""
+        given = {
+            "--id-column": job.id_column,
+            "--sampling-column": job.sampling_column,
+            "--schema-column": job.schema_column,
+            "--tools-column": job.tools_column,
+            "--chat-column": job.chat_column,
+            "--image-column": job.image_column,
+        }
+        for flag, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} {value}: the input is an OpenAI batch, whose requests say all by themselves. "
+                    "Leave the flag out, or name the column of prompts or messages"
+                )
+        return cls(id=CUSTOM_ID, batch=BODY)
 
     @classmethod
     def of(cls, job: JobConfig) -> Columns:
@@ -56,7 +78,19 @@ class Columns:
     @property
     def source(self) -> str:
         """The column that rows are made from."""
-        return self.prompt or self.token_ids or self.messages or ""
+        return self.prompt or self.token_ids or self.messages or self.batch or ""
+
+    @property
+    def chats(self) -> bool:
+        """Whether rows may be chats."""
+        return self.messages is not None or self.batch is not None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Columns of JSON lines in which anything but a string is wrong."""
+        if self.batch is not None:
+            return CUSTOM_ID, METHOD, URL
+        return (self.prompt,) if self.prompt else ()
 
     def check(self, file: InputFile) -> None:
         """Raises `InputError` naming the missing column and those that are there."""

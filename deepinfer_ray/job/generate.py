@@ -16,7 +16,7 @@ from deepinfer_ray import __version__
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import RunConfig
-from deepinfer_ray.errors import DeepInferError
+from deepinfer_ray.errors import DeepInferError, OutputError
 from deepinfer_ray.fleet.backend import Backend
 from deepinfer_ray.job.encode import Encoder
 from deepinfer_ray.job.feeder import Feeder
@@ -31,6 +31,7 @@ from deepinfer_ray.job.ledger import (
     model_fingerprint,
     planned_rows_per_part,
 )
+from deepinfer_ray.job.openai_results import ERRORS, RESULTS, result_files
 from deepinfer_ray.job.plan import InputPlan, Part
 from deepinfer_ray.job.prepare import Prepared, Say, prepare
 from deepinfer_ray.job.progress import Progress
@@ -152,6 +153,7 @@ class _Run:
         self._before = Counts()
         for name in self._done:
             self._before.add(counts[name])
+        self._results = result_files(prepared, ledger.store, ledger.manifest)
 
     @property
     def rows_left(self) -> int:
@@ -164,6 +166,8 @@ class _Run:
             if not self._before.rows:
                 self._say("the input has no rows: 0 rows left")
             return self._end(Counts(), 0)
+        if self._results is not None:
+            self._results.clear()
         prepared = self._prepared
         encoder = prepared.encoder()
         backend = make_backend(prepared.engine, prepared.model)
@@ -230,6 +234,9 @@ class _Run:
         total.add(self._before)
         total.add(run)
         left = self._plan.rows - total.rows
+        if not left and not exit_code:
+            error = self._write_results()
+            exit_code = error.exit_code if error else 0
         summary = Summary(
             counts=total,
             run=run,
@@ -247,6 +254,20 @@ class _Run:
         else:
             self._say(f"0 rows left; all {total.rows:,} rows are in {summary.output}")
         return Outcome(summary, exit_code, error)
+
+    def _write_results(self) -> DeepInferError | None:
+        """The files of a batch that is complete; why they could not be written."""
+        if self._results is None or self._results.there():
+            return None
+        names = [part.name for part in self._plan.iter_parts()]
+        try:
+            results, errors = self._results.write(
+                lambda columns: (self._ledger.read_part(name, columns) for name in names)
+            )
+        except OutputError as error:
+            return error
+        self._say(f"{RESULTS} has {results:,} lines, {ERRORS} {errors:,}")
+        return None
 
     def _provenance(self) -> dict[str, str]:
         manifest = self._manifest

@@ -106,10 +106,10 @@ class Ledger:
             ordered = sorted(names)
             return dict(zip(ordered, pool.map(self._part_counts, ordered), strict=True))
 
-    def read_part(self, name: str) -> pa.Table:
-        """A committed part. Raises `OutputError`."""
+    def read_part(self, name: str, columns: list[str] | None = None) -> pa.Table:
+        """A committed part, all columns or those of `columns` that it has. Raises `OutputError`."""
         with self._readable(name), self.store.filesystem.open_input_file(self.store.path(name)) as file:
-            return pq.ParquetFile(file).read(use_threads=False)
+            return pq.ParquetFile(file).read(columns, use_threads=False)
 
     def commit(self, part: Part, fill: Callable[[Any], None]) -> None:
         """Make a part visible, whole. Raises `OutputError`."""

@@ -23,7 +23,8 @@ from deepinfer_ray.job.chat_rows import ChatPrompts, ChatRules
 from deepinfer_ray.job.columns import Columns
 from deepinfer_ray.job.completion import CompletionReader
 from deepinfer_ray.job.encode import Encoder, RowRules
-from deepinfer_ray.job.locate import would_read
+from deepinfer_ray.job.locate import locate, would_read
+from deepinfer_ray.job.openai_rows import BatchPrompts, is_batch
 from deepinfer_ray.job.plan import InputPlan, plan_input
 from deepinfer_ray.job.prompts import PromptKind, RowSize, TextPrompts, TokenPrompts
 from deepinfer_ray.job.schema import check_names
@@ -52,7 +53,7 @@ class RowSetup:
 
     def reader(self) -> CompletionReader:
         """What turns results into text columns."""
-        if self.columns.messages is None or self.text is None:
+        if not self.columns.chats or self.text is None:
             return CompletionReader()
         return CompletionReader(CompletionParser(self.text))
 
@@ -61,8 +62,10 @@ class RowSetup:
         if columns.token_ids is not None:
             return TokenPrompts(columns.token_ids, size, columns.sampling)
         assert self.text is not None
+        if columns.prompt is not None:
+            return TextPrompts(columns.prompt, self.text, size, columns.sampling)
         if columns.messages is None:
-            return TextPrompts(columns.source, self.text, size, columns.sampling)
+            return BatchPrompts(ChatEncoder(self.text), self.chat, size, PROMPT_MAX_TOKENS)
         return ChatPrompts(
             columns.messages,
             ChatEncoder(self.text),
@@ -86,7 +89,7 @@ class Prepared(RowSetup):
         return {
             "columns": dict(columns.__dict__),
             "sampling": dict(self.rules.sampling),
-            "chat": job.chat.model_dump(mode="json") if columns.messages else None,
+            "chat": job.chat.model_dump(mode="json") if columns.chats else None,
             "seed": job.sampling.seed,
             "n": job.sampling.n,
             "output_prefix": job.output_prefix,
@@ -120,7 +123,7 @@ def checked_plan(setup: RowSetup, say: Say) -> InputPlan:
         rows_per_part=job.rows_per_part,
         limit=job.limit,
         part_bytes=job.part_bytes,
-        texts=[setup.columns.prompt] if setup.columns.prompt else (),
+        texts=setup.columns.texts,
     )
     for file in plan.files:
         setup.columns.check(file)
@@ -133,7 +136,7 @@ def checked_plan(setup: RowSetup, say: Say) -> InputPlan:
 def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
     """Model, columns and sampling, without an input. Raises `ConfigError`, `CheckpointError`."""
     job = config.job
-    columns = Columns.of(job)
+    columns = _columns(job, say)
     if config.model.path is None:
         raise ConfigError("no model: give --model with a checkpoint directory")
     model_dir = Path(config.model.path)
@@ -143,8 +146,8 @@ def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
     if columns.token_ids is None:
         text = TextEncoder.load(engine.model.tokenizer_path or model_dir, bos_id=model.bos_token_id)
     sampling = _sampling(job, model_dir, say)
-    if columns.messages is not None:
-        _say_chat_lengths(job, say)
+    if columns.chats:
+        _say_chat_lengths(job, say, batch=columns.batch is not None)
     else:
         if job.sampling.max_tokens is None:
             say(f"max_tokens {PROMPT_MAX_TOKENS} a row (the default; --max-tokens changes it)")
@@ -166,6 +169,15 @@ def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
     return setup
 
 
+def _columns(job: JobConfig, say: Say) -> Columns:
+    """Of the flags; without one for the rows' column, an input that is an OpenAI batch is taken as such."""
+    named = job.prompt_column or job.token_ids_column or job.messages_column
+    if named or not job.input or not is_batch(locate(job.input)):
+        return Columns.of(job)
+    say("the input is an OpenAI batch: results.jsonl and errors.jsonl come when all rows are done")
+    return Columns.of_batch(job)
+
+
 def _chat_options(job: JobConfig) -> dict[str, Any]:
     """The job's chat options by name, checked."""
     options = job.chat.model_dump(exclude={"api_sampling"}, exclude_none=True)
@@ -176,11 +188,12 @@ def _chat_options(job: JobConfig) -> dict[str, Any]:
     return options
 
 
-def _say_chat_lengths(job: JobConfig, say: Say) -> None:
+def _say_chat_lengths(job: JobConfig, say: Say, *, batch: bool) -> None:
     if job.sampling.max_tokens is None:
+        other = f"; of a /v1/completions row: {PROMPT_MAX_TOKENS}" if batch else ""
         say(
             "max_tokens a chat row: 8,192, with thinking 65,536, at effort max 131,072, never more than the "
-            "context leaves (the default; --max-tokens changes it)"
+            f"context leaves{other} (the default; --max-tokens changes it)"
         )
 
 

@@ -88,6 +88,10 @@ class Store:
             if info.type == pafs.FileType.File
         )
 
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return bool(self.filesystem.get_file_info(self.path(name)).type == pafs.FileType.File)
+
     def read(self, name: str) -> bytes | None:
         """The content of a file, None when there is none."""
         if self.filesystem.get_file_info(self.path(name)).type != pafs.FileType.File:

@@ -87,11 +87,11 @@ def mapping(raw: Any, column: str, code: str) -> dict[str, Any]:
             values = dict(pair.values() for pair in raw.to_pylist())
         else:
             values = structure(raw, column, code)
-            values = dict(values) if isinstance(values, list) else values
     except (ValueError, TypeError) as error:
         raise RowError(code, f"column {column} cannot be read: {error}") from None
     if not isinstance(values, Mapping):
-        raise RowError(code, f"column {column} is {_kind(raw)}, expected a struct, map or JSON object")
+        kind = f"JSON of type {type(values).__name__}" if isinstance(raw, bytes) else _kind(raw)
+        raise RowError(code, f"column {column} is {kind}, expected a struct, map or JSON object")
     return {str(name): value for name, value in values.items() if value is not None}
 
 
@@ -117,6 +117,15 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def plain_text(raw: Any, column: str) -> str | None:
+    """A short string, None for null. Code: wrong_type."""
+    if raw is None:
+        return None
+    if not isinstance(raw, bytes):
+        raise RowError("wrong_type", f"column {column} is {_kind(raw)}, expected a string")
+    return _utf8(raw, "wrong_type", f"column {column}")
 
 
 def size(raw: Any) -> int:
