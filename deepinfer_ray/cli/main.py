@@ -18,6 +18,7 @@ from deepinfer_ray.cli.doctor import doctor
 from deepinfer_ray.cli.generate import GenerateCommand, generate
 from deepinfer_ray.cli.inspect_cmd import inspect
 from deepinfer_ray.cli.make_checkpoint import make_checkpoint
+from deepinfer_ray.cli.report import report
 from deepinfer_ray.cli.plan import PlanCommand, plan
 from deepinfer_ray.errors import DeepInferError
 from deepinfer_ray.job.signals import StopNow
@@ -52,6 +53,7 @@ app.command(cls=GenerateCommand)(generate)
 app.command()(demo)
 app.command()(make_checkpoint)
 app.command()(inspect)
+app.command()(report)
 app.command(cls=PlanCommand)(plan)
 app.command()(doctor)
 app.command()(bench)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +33,16 @@ from deepinfer_ray.job.ledger import (
     planned_rows_per_part,
 )
 from deepinfer_ray.job.openai_results import ERRORS, RESULTS, result_files
+from deepinfer_ray.job.observe import Observer
 from deepinfer_ray.job.plan import InputPlan, Part
 from deepinfer_ray.job.prepare import Prepared, Say, prepare
 from deepinfer_ray.job.progress import Progress
+from deepinfer_ray.job.report_file import leave_report
 from deepinfer_ray.job.runner import Ending, Runner
 from deepinfer_ray.job.schema import kept_columns
 from deepinfer_ray.job.signals import StopNow, StopSignals
 from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter
+from deepinfer_ray.job.stats_file import StatsFile
 from deepinfer_ray.job.store import Store
 from deepinfer_ray.job.summary import Summary
 
@@ -106,7 +110,10 @@ def _run_leased(
     say(f"the whole configuration is in {ledger.store.path(CONFIG)}")
     if ledger.removed_temporary:
         say(f"removed {ledger.removed_temporary} half-written files of an earlier run")
-    return _Run(prepared, plan, ledger, lease, manifest, say, signals).run(make_backend)
+    outcome = _Run(prepared, plan, ledger, lease, manifest, say, signals).run(make_backend)
+    if outcome.exit_code != 5:
+        leave_report(ledger.store, outcome.summary.counts, say, hurried=signals.requested is not None)
+    return outcome
 
 
 def _ids_checked(stored: Mapping[str, Any] | None, plan: InputPlan, column: str) -> bool:
@@ -170,6 +177,7 @@ class _Run:
             self._results.clear()
         prepared = self._prepared
         encoder = prepared.encoder()
+        observer = self._observe()
         backend = make_backend(prepared.engine, prepared.model)
         ranks = prepared.engine.parallel.world
         self._say(f"starting {ranks} rank{'s' if ranks > 1 else ''} for {self.rows_left:,} rows")
@@ -177,14 +185,21 @@ class _Run:
         try:
             backend.start()
             self._signals.arm()
-            runner = self._runner(encoder, backend)
+            runner = self._runner(encoder, backend, observer)
             outcome = self._loop(runner)
             graceful = outcome.error is None and not self._stopped_at_once
             return outcome
         finally:
+            observer.close()
             backend.close(graceful)
 
-    def _runner(self, encoder: Encoder, backend: Backend) -> Runner:
+    def _observe(self) -> Observer:
+        now = datetime.datetime.now(datetime.UTC)
+        name = f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
+        head = {"started": now.isoformat(timespec="seconds"), "rows_left": self.rows_left}
+        return Observer(StatsFile(self._ledger.store, name, head), rows_left=self.rows_left)
+
+    def _runner(self, encoder: Encoder, backend: Backend, observer: Observer) -> Runner:
         job = self._prepared.job
         parts = (part for part in self._plan.iter_parts() if part.name not in self._done)
         self._progress = Progress(self._plan.rows, self._before.rows)
@@ -202,6 +217,7 @@ class _Run:
             max_error_rate=job.max_error_rate,
             deadline=None if job.deadline_s is None else self._started + job.deadline_s,
             kept=self._kept,
+            observer=observer,
         )
 
     def _loop(self, runner: Runner) -> Outcome:

@@ -66,7 +66,7 @@ class Ledger:
         self.removed_temporary = self.store.clear_temporary()
         stored = self.stored_manifest()
         if stored is None:
-            if self._part_names():
+            if self.part_names():
                 raise ConfigError(
                     f"{self.store.location} holds parts but no {MANIFEST}: it is not an output of this "
                     "program, or the file was removed. Use another --output"
@@ -95,7 +95,7 @@ class Ledger:
 
     def done(self, plan: InputPlan) -> set[str]:
         """Names of the plan's parts that are committed. Part files the plan does not know go to `foreign`."""
-        there = self._part_names()
+        there = self.part_names()
         done = {part.name for part in plan.iter_parts() if part.name in there} if there else set()
         self.foreign = sorted(there - done)
         return done
@@ -108,7 +108,7 @@ class Ledger:
 
     def read_part(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """A committed part, all columns or those of `columns` that it has. Raises `OutputError`."""
-        with self._readable(name), self.store.filesystem.open_input_file(self.store.path(name)) as file:
+        with self.readable(name), self.store.filesystem.open_input_file(self.store.path(name)) as file:
             return pq.ParquetFile(file).read(columns, use_threads=False)
 
     def commit(self, part: Part, fill: Callable[[Any], None]) -> None:
@@ -119,22 +119,24 @@ class Ledger:
         data = json.dumps(content, indent=1, ensure_ascii=False).encode()
         self.store.write(name, lambda file: file.write(data))
 
+    def part_names(self) -> set[str]:
+        """Names of the committed parts."""
+        return {name for name in self.store.names() if _PART.fullmatch(name)}
+
     def close(self) -> None:
         """Leave no temporary folder behind."""
         with contextlib.suppress(OSError):
             if not self.store.names(TEMPORARY):
                 self.store.filesystem.delete_dir(self.store.path(TEMPORARY))
 
-    def _part_names(self) -> set[str]:
-        return {name for name in self.store.names() if _PART.fullmatch(name)}
-
     def _part_counts(self, name: str) -> Counts:
-        with self._readable(name), self.store.filesystem.open_input_file(self.store.path(name)) as file:
+        with self.readable(name), self.store.filesystem.open_input_file(self.store.path(name)) as file:
             metadata = pq.read_metadata(file)
         return Counts.from_footer(metadata.metadata, metadata.num_rows)
 
     @contextlib.contextmanager
-    def _readable(self, name: str) -> Iterator[None]:
+    def readable(self, name: str) -> Iterator[None]:
+        """Turn an error while a part is read into an `OutputError` that says what to do."""
         try:
             yield
         except (OSError, pa.ArrowException) as error:

@@ -21,6 +21,7 @@ from deepinfer_ray.fleet.backend import Backend, WorkItem, WorkResult
 from deepinfer_ray.job.feeder import FedRow, Feeder
 from deepinfer_ray.job.lease import Lease
 from deepinfer_ray.job.ledger import Ledger
+from deepinfer_ray.job.observe import Observer
 from deepinfer_ray.job.plan import Part
 from deepinfer_ray.job.prefix_order import PrefixWindow
 from deepinfer_ray.job.progress import Progress
@@ -80,6 +81,7 @@ class Runner:
         max_error_rate: float = 1.0,
         deadline: float | None = None,
         kept: Callable[[Part], Mapping[int, KeptOutcome]] = lambda part: {},
+        observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
@@ -96,6 +98,7 @@ class Runner:
         self._max_error_rate = max_error_rate
         self._deadline = deadline
         self._kept = kept
+        self._observer = observer or Observer(None, rows_left=0)
         self._clock = clock
         self._open: dict[str, OpenPart] = {}
         self._under_way: dict[int, tuple[OpenPart, RowOutcome, int]] = {}  # by key: …, completion index
@@ -129,6 +132,7 @@ class Runner:
             self._feeder.stop()
             self._collect_commits(block=True)
             self._writing.shutdown()
+            self._look(last=True)
         self._check_error_rate(1)
         self._show(force=True)
         return self._ending or Ending.DONE
@@ -141,6 +145,7 @@ class Runner:
         self._look_ahead(room)
         items = self._ahead.take(room)
         if items:
+            self._observer.sent(items)
             self._backend.submit(items)
         return len(items) < room and not self._feeder.exhausted
 
@@ -195,6 +200,7 @@ class Runner:
         if found is None:
             return  # a second result of an item that was redone after a death
         open_part, outcome, index = found
+        self._observer.received(result, outcome.row.row_id)
         size = outcome.set(index, result.result, result.attempts)
         open_part.bytes += size
         self._feeder.hold(size)
@@ -259,11 +265,16 @@ class Runner:
             "same command with a higher --max-error-rate"
         )
 
+    def _look(self, *, last: bool = False) -> None:
+        """Ask the backend how it is, and note it."""
+        self._asked = self._clock()
+        status = self._backend.status()
+        self.restarts = int(status.get("restarts", 0))
+        self._observer.turn(self._ended, self.parts, status, self._backend, last=last)
+
     def _show(self, *, force: bool = False) -> None:
-        now = self._clock()
-        if force or now - self._asked >= STATUS_S:
-            self._asked = now
-            self.restarts = int(self._backend.status().get("restarts", 0))
+        if self._clock() - self._asked >= STATUS_S:
+            self._look()
         ended = self._ended
         self._progress.update(
             ended.rows, ended.errors, ended.prompt_tokens + ended.completion_tokens, force=force

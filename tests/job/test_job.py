@@ -31,7 +31,7 @@ def test_every_row_gives_one_row_in_input_order(job, write_rows, read_output, tm
     units = [(0, 3), (1, 3), (2, 3), (3, 1)]  # 300 rows = 128 + 128 + 44
     expected = [f"part-{unit:06d}-{sub:04d}.parquet" for unit, subs in units for sub in range(subs)]
     assert names == ["_deepinfer", *expected]
-    ours = {"manifest.json", "config.json", "summary.json"}
+    ours = {"manifest.json", "config.json", "summary.json", "report.html", "stats"}
     assert {path.name for path in (tmp_path / "out/_deepinfer").iterdir()} == ours
     assert job.stub.most_under_way <= job.stub.capacity
     assert job.stub.closed == [True]
