@@ -3,8 +3,8 @@
 Knows: the two greedy phases of spec/distributed.md §4.4–4.5 in float32, the figures by which a placement is
 judged (§4.8–4.9). Does not know: ranks as processes, how counts were gathered.
 
-Sums over the window run in step order: where two choices are level up to rounding, another order may take the
-other one and end elsewhere. So one rank decides and sends the result; agreement never rests on floating point.
+Sums over the window run in step order: where two choices are level up to rounding, another order may take
+the other one and end elsewhere. So one rank decides and sends the result; agreement never rests on rounding.
 
 Shape letters: W steps of the window, Y layers, L logical experts, X redundant slots, P slots, E ranks.
 """

@@ -100,7 +100,7 @@ def random_case(seed: int) -> tuple[np.ndarray, int, int]:
 
 
 def objectives(seed: int, total: Callable[..., Any]) -> tuple[float, float, bool]:
-    """(our objective, the reference's, whether the placements are the same); the map is valid or it raises."""
+    """(our objective, the reference's, whether the placements are the same); raises unless the map is valid."""
     tokens, ranks, extra = random_case(seed)
     made = balance(tokens[:, None], ranks, extra)
     rule = reference(tokens, ranks, extra, total)
@@ -110,8 +110,8 @@ def objectives(seed: int, total: Callable[..., Any]) -> tuple[float, float, bool
 
 
 def check_random(seeds: range) -> None:
-    """The very placement of the rule, hence its objective; and the objective of another order of summation but
-    for the few cases in which rounding decides between level choices."""
+    """The very placement of the rule, hence its objective; and the objective of another order of summation
+    but for the few cases in which rounding decides between level choices."""
     for seed in seeds:
         ours, want, same = objectives(seed, in_step_order)
         assert ours == pytest.approx(want, rel=1e-3), f"seed {seed}"
