@@ -18,8 +18,8 @@ from deepinfer_ray.cli.doctor import doctor
 from deepinfer_ray.cli.generate import GenerateCommand, generate
 from deepinfer_ray.cli.inspect_cmd import inspect
 from deepinfer_ray.cli.make_checkpoint import make_checkpoint
-from deepinfer_ray.cli.report import report
 from deepinfer_ray.cli.plan import PlanCommand, plan
+from deepinfer_ray.cli.report import report
 from deepinfer_ray.errors import DeepInferError
 from deepinfer_ray.job.signals import StopNow
 

@@ -32,8 +32,8 @@ from deepinfer_ray.job.ledger import (
     model_fingerprint,
     planned_rows_per_part,
 )
-from deepinfer_ray.job.openai_results import ERRORS, RESULTS, result_files
 from deepinfer_ray.job.observe import Observer
+from deepinfer_ray.job.openai_results import ERRORS, RESULTS, result_files
 from deepinfer_ray.job.plan import InputPlan, Part
 from deepinfer_ray.job.prepare import Prepared, Say, prepare
 from deepinfer_ray.job.progress import Progress
