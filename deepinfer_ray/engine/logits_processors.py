@@ -71,7 +71,7 @@ class LogitEdits:
         if len(output) < params.min_tokens:
             ends = np.fromiter(end_ids, np.int64)
             if ends.size:
-                self.bans.add(row, ends)
+                self.bans.add(row, ends, NEGATIVE_INFINITY)
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias.keys(), np.int64)
             self.biases.add(row, ids, np.fromiter(params.logit_bias.values(), np.float32))
@@ -96,8 +96,8 @@ class LogitEdits:
         kinds = (self.bans, self.biases, self.repetition, self.penalties)
         sent = iter(staging.send([array for kind in kinds for array in kind.arrays()]))
         if self.bans:
-            rows, ids, _ = next(sent), next(sent), next(sent)
-            logits_NV[rows, ids] = NEGATIVE_INFINITY
+            rows, ids, values = next(sent), next(sent), next(sent)
+            logits_NV[rows, ids] = values  # not a number: CUDA would wait for its copy
         if self.biases:
             rows, ids, values = next(sent), next(sent), next(sent)
             logits_NV[rows, ids] += values

@@ -110,7 +110,7 @@ def sample(
     """
     staging = staging or Staging(logits_NV.device)
     if blacklist is not None:
-        logits_NV[:, blacklist] = NEGATIVE_INFINITY
+        logits_NV.index_fill_(1, blacklist, NEGATIVE_INFINITY)
     if rows.edits:
         rows.edits.apply(logits_NV, staging)
     peak_N, tokens_N = logits_NV.max(dim=-1)

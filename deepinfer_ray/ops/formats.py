@@ -16,6 +16,8 @@ from typing import cast
 
 import torch
 
+from deepinfer_ray.ops import native
+
 FP8_MAX = 448.0
 FP8_GROUP = 32
 FP8_FLOOR = 1e-4
@@ -93,6 +95,13 @@ def _table(values: Iterable[int] | Iterable[float], dtype: torch.dtype, device: 
 
 
 @functools.cache
+def _divisor(value: float, device: torch.device) -> torch.Tensor:
+    """A float32 constant to divide by. CUDA divides by a number of the host as by a product with its
+    reciprocal, which is another result where that is not a power of two."""
+    return _f32(value) if device.type == "cpu" else _table([value], torch.float32, device)
+
+
+@functools.cache
 def _e2m1_bounds(device: torch.device) -> torch.Tensor:
     """Ascending int32 bounds between e2m1 codes on raw float32 bits.
 
@@ -156,6 +165,8 @@ def _groups(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def bf16_round(x: torch.Tensor) -> torch.Tensor:
     """float32 of the same shape, each value rounded to the nearest bf16 (ties to even)."""
+    if native.ready(x):
+        return native.round_values(x)
     return x.bfloat16().float()
 
 
@@ -255,7 +266,8 @@ def _pow2floor(x: torch.Tensor) -> torch.Tensor:
 
 def _fp8_scales(grouped: torch.Tensor) -> torch.Tensor:
     """float32 [..., n/group, 1] scales of FP8 groups; infinite where a group holds NaN or infinity."""
-    amax = torch.maximum(grouped.abs().amax(-1, True), _FP8_FLOOR_0).div_(_FP8_MAX_0)
+    largest = _FP8_MAX_0 if grouped.is_cpu else _divisor(FP8_MAX, grouped.device)
+    amax = torch.maximum(grouped.abs().amax(-1, True), _FP8_FLOOR_0).div_(largest)
     amax.view(torch.int32).clamp_max_(_INFINITY_BITS)
     return _pow2ceil_(amax)
 
@@ -287,6 +299,8 @@ def fake_quant_fp8(x: torch.Tensor, group: int = FP8_GROUP) -> torch.Tensor:
 
     The sign of a zero is not kept.
     """
+    if native.ready(x) and group == FP8_GROUP and x.shape[-1] % group == 0:
+        return native.fake_quant_fp8(x)
     grouped = _groups(x.detach(), group)
     least = _fp8_scales(grouped).mul_(_E4M3_LEAST)
     magic = torch.maximum(_pow2floor(grouped).mul_(_E4M3_MAGIC), least)
@@ -330,7 +344,7 @@ def _kv_codes(x: torch.Tensor, group: int, divide: bool) -> tuple[torch.Tensor, 
     """Scaled values [..., n/group, group] before e2m1 rounding, e4m3 scale codes uint8 [..., n/group]."""
     grouped = _groups(x.detach(), group)
     amax = grouped.abs().amax(-1).clamp_min_(KV_FLOOR)
-    scales = encode_e4m3(amax.div_(FP4_MAX) if divide else amax.mul_(_ONE_SIXTH))
+    scales = encode_e4m3(amax.div_(_divisor(FP4_MAX, x.device)) if divide else amax.mul_(_ONE_SIXTH))
     s = decode_e4m3(scales).unsqueeze(-1)
     return (grouped / s if divide else grouped * s.reciprocal()), scales
 
@@ -387,7 +401,8 @@ def quantize_fp8_weight(weight: torch.Tensor, block: int = WEIGHT_BLOCK) -> tupl
     padded = weight.new_zeros(rows * block, cols * block)
     padded[:out_features, :in_features] = weight
     tiles = padded.view(rows, block, cols, block)
-    byte = pow2ceil_byte(tiles.abs().amax((1, 3)).clamp_min_(FP8_FLOOR).div_(FP8_MAX))
+    largest = _divisor(FP8_MAX, weight.device)
+    byte = pow2ceil_byte(tiles.abs().amax((1, 3)).clamp_min_(FP8_FLOOR).div_(largest))
     codes = encode_e4m3(tiles * _pow2_inverse(byte)[:, None, :, None]).view(padded.shape)
     return codes[:out_features, :in_features].contiguous(), byte.to(torch.uint8)
 

@@ -75,7 +75,8 @@ class Rank:
             eos_token_id=parts.model_config.eos_token_id,
             **values,
         )
-        pools = CachePools(parts.layout, num_blocks, resolved.num_state_slots, parts.device)
+        slots = resolved.num_state_slots + resolved.prefix_snapshots
+        pools = CachePools(parts.layout, num_blocks, slots, parts.device)
         pools.poison(range(1, pools.num_slots), range(1, pools.num_blocks))
         return Engine(
             model or self.model,
@@ -89,7 +90,8 @@ class Rank:
 
 @cache
 def load_rank(path: Path, mode: str, device: str, sinkhorn: int | None = None) -> Rank:
-    parts = prepare(path, EngineConfig(numerics=mode), device)  # type: ignore[arg-type]
+    options = {"numerics": mode, "sampling": {"token_blacklist": "4..6"}}
+    parts = prepare(path, EngineConfig.model_validate(options), device)
     with Checkpoint.open(path) as checkpoint:
         config = checkpoint.config
         if sinkhorn is not None:

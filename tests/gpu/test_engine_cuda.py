@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.engine.build import build_engine
 from deepinfer_ray.engine.engine import Engine
 from deepinfer_ray.engine.request import Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.0, "top_p": 0.9, "prompt_logprobs": 0},
@@ -22,12 +26,14 @@ KINDS: list[dict[str, Any]] = [
 LENGTHS = (1, 2, 17, 40, 63, 90, 126, 128, 5, 200, 33)
 
 
-def run(engine: Engine, kinds: list[dict[str, Any]] = KINDS, tokens: tuple[int, int] = (4, 20)) -> list[Any]:
-    """Everything of every result, in request order."""
+def run(engine: Engine, kinds: list[dict[str, Any]] = KINDS, head: int = 0) -> list[Any]:
+    """Everything of every result, in request order. head: tokens that all prompts begin with."""
     random = np.random.default_rng(11)
+    shared = random.integers(3, 509, head)
     for number, length in enumerate(LENGTHS):
-        params = SamplingParams(max_tokens=int(random.integers(*tokens)), **kinds[number % len(kinds)])
-        engine.add(Request(random.integers(3, 509, length).astype(np.int32), params, seed=number))
+        params = SamplingParams(max_tokens=int(random.integers(4, 20)), **kinds[number % len(kinds)])
+        prompt = np.concatenate([shared, random.integers(3, 509, length)])[:200]
+        engine.add(Request(prompt.astype(np.int32), params, seed=number))
     results = sorted(engine.run(), key=lambda result: result.request_id)
     engine.check_integrity()
     assert [result.error for result in results] == [None] * len(LENGTHS)
@@ -38,6 +44,7 @@ def run(engine: Engine, kinds: list[dict[str, Any]] = KINDS, tokens: tuple[int, 
             None if result.prompt_logprobs is None else result.prompt_logprobs.tolist(),
             result.top_logprobs,
             result.finish_reason,
+            result.cached_tokens,
         )
         for result in results
     ]
@@ -57,6 +64,30 @@ def test_overlapped_equals_plain(
     overlapped = run(rank.engine(zos=True, **settings))
     assert overlapped == plain
     assert sum(len(result[0]) for result in plain) > 40
+
+
+@pytest.mark.parametrize("mode", ["exact", "released"])
+def test_overlapped_equals_plain_with_kept_prefixes(rank_of: Callable[..., Any], mode: str) -> None:
+    """Window and compression states are copied from slot to slot between steps."""
+    settings = {"max_seqs": 3, "prefix_snapshots": 4, "prefix_min_saved_tokens": 1}
+    no_scores = [{**kind, "prompt_logprobs": None} for kind in KINDS]
+    rank = rank_of("tinyB", mode)
+    plain = run(rank.engine(zos=False, **settings), no_scores, head=135)
+    overlapped = run(rank.engine(zos=True, **settings), no_scores, head=135)
+    assert overlapped == plain
+    assert sum(result[-1] for result in plain) >= 128 * 5
+
+
+def test_the_engine_of_a_directory_runs_on_the_device(device: str) -> None:
+    """Capacity from the device's memory, weights and caches there, results like everybody's."""
+    config = EngineConfig.model_validate({"scheduler": {"max_seqs": 4, "max_model_len": 256}})
+    engine = build_engine(GOLDEN / "tinyB", config, device)
+    assert engine.pools.device.type == device
+    assert engine.pools.num_blocks >= 4 * 2 + 1
+    assert all(parameter.device.type == device for parameter in engine.model.parameters())
+    first = run(engine)
+    assert run(engine) == first
+    assert engine.stats["steps"] > 20
 
 
 @pytest.mark.parametrize("kind", ["tinyB", "tinyA"])
