@@ -14,6 +14,7 @@ from rich.table import Table
 from deepinfer_ray.errors import ConfigError
 
 BENCHES = {
+    "eplb": ("deepinfer_ray.bench.eplb", "expert load balance before and after, payback of a shuffle"),
     "peer": ("deepinfer_ray.bench.peer", "CPU tokens/s of a tiny checkpoint beside transformers"),
     "policy": (
         "deepinfer_ray.bench.policy",

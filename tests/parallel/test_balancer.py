@@ -100,7 +100,7 @@ def random_case(seed: int) -> tuple[np.ndarray, int, int]:
 
 
 def objectives(seed: int, total: Callable[..., Any]) -> tuple[float, float, bool]:
-    """(our objective, the reference's, whether the placements are the same); raises unless the map is valid."""
+    """(our objective, the reference's, whether the placements are the same); the map is checked."""
     tokens, ranks, extra = random_case(seed)
     made = balance(tokens[:, None], ranks, extra)
     rule = reference(tokens, ranks, extra, total)
