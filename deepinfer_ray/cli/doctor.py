@@ -154,7 +154,7 @@ def gpu_domain(listing: str) -> str | None:
 
     None when the GPUs belong to no fabric (HGX boards, PCIe): then the machine is its own domain.
     """
-    for block in listing.split("\n        Fabric\n")[1:] or listing.split("\n    Fabric\n")[1:]:
+    for block in re.split(r"^\s+Fabric\s*$", listing, flags=re.M)[1:]:
         fields = dict(
             re.findall(r"^\s+(State|Status|CliqueId|ClusterUUID)\s*:\s*(.+?)\s*$", block[:1000], re.M)
         )

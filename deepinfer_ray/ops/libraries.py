@@ -118,7 +118,7 @@ def probe(
 ) -> Found:
     """Look at one library. distributions, importer, version_of: replaced in tests."""
     names = distributions_of(library.module) if distributions is None else tuple(distributions)
-    if not names and (distributions is not None or not _is_there(library.module)):
+    if not names and (distributions is not None or not is_there(library.module)):
         if sys.version_info[:2] < library.min_python:
             needed, here = (".".join(map(str, pair)) for pair in (library.min_python, sys.version_info[:2]))
             return Found(library, reason=f"not installed: needs Python {needed}, this is {here}")
@@ -185,7 +185,8 @@ def import_apart(library: Library) -> tuple[bool, str]:
     return not problem, problem
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
+    """Whether a module can be found, without importing it (its packages are)."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

@@ -8,12 +8,11 @@ is installed is never reason enough: its architecture must match and this versio
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from deepinfer_ray.ops.libraries import Found
+from deepinfer_ray.ops.libraries import Found, is_there
 
 Backend = Literal["vendor", "tilelang", "reference"]
 
@@ -188,6 +187,6 @@ def _obstacle(candidate: Candidate, arch: str, found: Mapping[str, Found]) -> st
     if candidate.adapter is None:
         return "this version does not call it"
     module = candidate.adapter.partition(":")[0]
-    if importlib.util.find_spec(module) is None:
+    if not is_there(module):
         return "this version has no such kernel"
     return ""

@@ -1,4 +1,4 @@
-"""Cluster files against Ray's schema, RayJob manifests against the operator's fields, runtime environments."""
+"""Cluster files by Ray's schema, RayJob manifests by the operator's fields, runtime environments."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ CLUSTERS = sorted(path.name for path in (ROOT / "configs/cluster").glob("*.yaml"
 RAY_JOBS = sorted(path.name for path in (ROOT / "configs/kuberay").glob("*.yaml"))
 RUNTIME_ENVS = sorted(path.name for path in (ROOT / "configs/ray").glob("runtime_env*.yaml"))
 
-RAY_JOB_FIELDS = set(
-    "entrypoint runtimeEnvYAML metadata jobId submissionMode submitterPodTemplate submitterConfig "
-    "entrypointNumCpus entrypointNumGpus entrypointResources shutdownAfterJobFinishes ttlSecondsAfterFinished "
-    "activeDeadlineSeconds backoffLimit suspend managedBy clusterSelector deletionStrategy schedule "
-    "rayClusterSpec".split()
-)
-GROUP_FIELDS = set(
-    "groupName replicas minReplicas maxReplicas numOfHosts rayStartParams template labels".split()
-)
+RAY_JOB_FIELDS = {
+    *("entrypoint", "runtimeEnvYAML", "metadata", "jobId", "submissionMode", "submitterPodTemplate"),
+    *("submitterConfig", "entrypointNumCpus", "entrypointNumGpus", "entrypointResources"),
+    *("shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit"),
+    *("suspend", "managedBy", "clusterSelector", "deletionStrategy", "schedule", "rayClusterSpec"),
+}
+GROUP_FIELDS = {
+    *("groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams"),
+    *("template", "labels"),
+}
 
 
 def test_the_files_are_there():
