@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from deepinfer_ray.errors import ConfigError, RankFailure
@@ -133,6 +134,7 @@ class Rebalancer:
     """Statistics and rearrangements of one expert group. All ranks make the same calls.
 
     verify: hash every slot after loading and after each rebalance (reads all weights; for tests and doubt).
+    verbose: rank 0 also logs every expert's mean load at each rebalance.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Rebalancer:
         stat_interval: int = 128,
         p2p_groups: int = 1,
         verify: bool = False,
+        verbose: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for group in groups:
@@ -153,7 +156,7 @@ class Rebalancer:
                     f"{ranks.rank} of {ranks.size}"
                 )
         self.groups, self.ranks, self.trigger, self.clock = groups, ranks, trigger, clock
-        self.active = ranks.size > 1
+        self.active, self.verbose = ranks.size > 1, verbose
         self.rebalances = 0
         self.load = LoadBalance(0.0, 0.0)
         """Sums since the last `take_load`."""
@@ -209,6 +212,8 @@ class Rebalancer:
             placements.append(new)
             before.append(rank_balance(rank_loads(tokens, old)))
             after.append(rank_balance(rank_loads(tokens, new)))
+            if self.verbose and self.ranks.rank == 0:
+                logger.info("mean tokens of a step by layer and expert:\n%s", load_table(tokens, new))
         decided = self.clock()
         slots = sent = received = 0
         for group, shuffle, new in zip(self.groups, self.shuffles, placements, strict=True):
@@ -252,3 +257,15 @@ class Rebalancer:
                 raise RankFailure(
                     f"expert rank {rank} has other maps than rank 0 after a rebalance; rebuild the gang"
                 )
+
+
+def load_table(tokens_WYL: np.ndarray, placement: ExpertMap) -> str:
+    """A line a layer: mean tokens a step of each expert in expert order, `×n` where it has n replicas."""
+    lines = []
+    for layer, means in enumerate(tokens_WYL.mean(0)):
+        cells = [
+            f"{mean:.1f}" + (f"×{count}" if count > 1 else "")
+            for mean, count in zip(means.tolist(), placement.logical_count[layer].tolist(), strict=True)
+        ]
+        lines.append(f"layer {layer}: {' '.join(cells)}")
+    return "\n".join(lines)

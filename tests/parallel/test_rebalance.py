@@ -175,6 +175,19 @@ def test_one_rank_does_nothing() -> None:
     assert rebalancer.shuffles == []
 
 
+def test_the_table_of_loads(run_ranks, scenario, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = np.array([[[4, 1], [0, 0]], [[5, 0], [2, 0]]])
+    placement = ExpertMap.from_physical(np.array([[0, 1, 0], [1, 0, 1]]), 2, 1)
+    assert rebalance.load_table(tokens, placement) == "layer 0: 4.5×2 0.5\nlayer 1: 1.0 0.0×2"
+
+    def rank(group: ThreadGroup) -> bool:
+        return bool(scenario.step(scenario.build(group, interval=1, verbose=True), 0))
+
+    with caplog.at_level(logging.INFO, "deepinfer_ray.eplb"):
+        assert run_ranks(2, rank) == [True, True]
+    assert caplog.text.count("mean tokens of a step by layer and expert:\nlayer 0: ") == 1
+
+
 def test_two_layouts_are_balanced_side_by_side(run_ranks) -> None:
     """A drafter has fewer experts; its map, window and weights are its own, the moment is the same."""
 
