@@ -57,6 +57,10 @@ class Course:
     """All runs behind each other. runs: (begin, seconds, UTC of the start, restarts of ranks)."""
 
     runs: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+    """Prompt and completion tokens of the rows that got a result in these runs."""
+    measured: bool = False
+    """Whether the speeds are what ranks computed; else they are those of results as they came in."""
     prompt_speed: Curve = field(default_factory=list)
     completion_speed: Curve = field(default_factory=list)
     row_speed: Curve = field(default_factory=list)
@@ -132,8 +136,12 @@ def read_course(runs: Sequence[RunStats], points: int = POINTS) -> Course:
             lane.segments += segments(mine, begin, end, max(1, points // max(1, len(runs))))
         begin = end
     job = [i for i in shifted if i.who == JOB]
-    course.prompt_speed = rate(job, "prompt_tokens", begin, points)
-    course.completion_speed = rate(job, "completion_tokens", begin, points)
+    course.tokens = int(sum(i.sums.get("prompt_tokens", 0) + i.sums.get("completion_tokens", 0) for i in job))
+    computed = [i for i in shifted if i.who != JOB]
+    course.measured = any(i.sums.get("completion_tokens") for i in computed)
+    spoken = computed if course.measured else job
+    course.prompt_speed = rate(spoken, "prompt_tokens", begin, points)
+    course.completion_speed = rate(spoken, "completion_tokens", begin, points)
     course.row_speed = rate(job, "rows", begin, points)
     course.in_flight = mean(job, partial(_mean_of, "in_flight"), begin, points)
     for number, parts in ranks.items():

@@ -110,9 +110,8 @@ def _cards(report: Report) -> str:
         (format_number(counts.completion_tokens), "completion tokens", False),
     ]
     if course.seconds:
-        tokens = _integral(course.prompt_speed) + _integral(course.completion_speed)
         cards += [
-            (format_number(tokens / course.seconds), "tokens a second, both kinds", False),
+            (format_number(course.tokens / course.seconds), "tokens a second, both kinds", False),
             (format_duration(course.seconds), _plural(len(course.runs), "run"), False),
             (f"{course.restarts:,}", "restarts of ranks", course.restarts > 0),
         ]
@@ -122,14 +121,6 @@ def _cards(report: Report) -> str:
         for value, label, bad in cards
     )
     return f'<div class="cards">{body}</div>\n'
-
-
-def _integral(curve: Curve) -> float:
-    """Of a rate over equal bins."""
-    if not curve:
-        return 0.0
-    width = 2 * curve[0][0]
-    return sum(value for _, value in curve) * width
 
 
 def _notes(report: Report) -> str:
@@ -169,8 +160,9 @@ def _throughput(report: Report) -> str:
         return ""
     unit, label = _unit(course)
     text = (
-        "Tokens and rows of results, counted when a result arrives: long rows arrive late, so the curves "
-        "begin with a gap and end with what was under way."
+        "Tokens as the ranks computed them, rows as their results came in."
+        if course.measured
+        else "Tokens and rows as results came in: all of a row at once, so long rows make late peaks."
     )
     if len(course.runs) > 1:
         begins = ", ".join(format_number(run["begin"] / unit) for run in course.runs[1:])

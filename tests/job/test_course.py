@@ -102,6 +102,7 @@ def test_runs_follow_each_other():
     assert (course.seconds, course.restarts) == (3.0, 1)
     assert [y for _, y in course.row_speed] == [5, 5, 8]
     assert [y for _, y in course.completion_speed] == [50, 70, 80]
+    assert (course.tokens, course.measured) == (200, False)
     assert [r.rank for r in course.ranks] == [0, 1]
     assert course.ranks[0].batch[0][1] == 24 / 8
     assert course.accepted_lengths == [5, 2, 1]
@@ -111,6 +112,21 @@ def test_runs_follow_each_other():
     assert shares["starting"] == pytest.approx(1 / 3)
     assert sum(shares.values()) == pytest.approx(1)
     assert course.as_dict()["ranks"][0]["time_shares"]["decode"] == 0.5
+
+
+def test_speed_is_what_ranks_computed_where_they_say_so():
+    run = RunStats(
+        {},
+        [
+            job(2.0, 2.0, completion_tokens=90),
+            rank(1.0, completion_tokens=60),
+            rank(2.0, completion_tokens=40),
+        ],
+    )
+    course = read_course([run])
+    assert course.measured
+    assert [y for _, y in course.completion_speed] == [60, 40]
+    assert course.tokens == 90
 
 
 def test_nothing_gives_an_empty_course():
