@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help venv demo test check lint types soak test-gpu bench-peer package clean
+.PHONY: help venv demo test test-browser check lint types soak test-gpu bench-peer package clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,11 +26,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: venv  ## local Ray, two ranks, the shipped prompts through a synthetic checkpoint
 	$(BIN)/deepinfer-ray demo --output $(OUTPUT)
 
-test: venv  ## every test that needs no GPU
-	$(BIN)/python -m pytest -m 'not soak and not gpu'
+test: venv  ## every test that needs neither a GPU nor a browser
+	$(BIN)/python -m pytest -m 'not soak and not gpu and not browser'
+
+test-browser: venv  ## the report in headless Chromium, which must be installed
+	$(BIN)/python -m pytest -m browser
 
 check: venv lint types  ## lint, types and the fast tests (< 4 min)
-	$(BIN)/python -m pytest -m 'not soak and not gpu and not ray and not slow' -q
+	$(BIN)/python -m pytest -m 'not soak and not gpu and not browser and not ray and not slow' -q
 
 lint: venv  ## ruff
 	$(BIN)/ruff check .
