@@ -228,7 +228,9 @@ class Adder:
         if c.num_cached + c.q == c.length:
             self.num_seqs += 1
             state.start_running(sequence)
-        elif settings.role == "normal" and not c.leaves_prefix:
+        elif c.leaves_prefix:
+            self.num_seqs += 1  # goes on in the next step, and then wants its seat
+        elif settings.role == "normal":
             self.stop = True  # a chunk closes the batch
         row = sequence.row
         kept = state.prefixes.keep(sequence, c.num_cached + c.q, state.table.block_table[row])

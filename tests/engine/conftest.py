@@ -24,6 +24,7 @@ from deepinfer_ray.engine.settings import SchedulerSettings
 from deepinfer_ray.engine.step_loop import Model
 from deepinfer_ray.model.checkpoint import Checkpoint
 from deepinfer_ray.model.weights import load_text_model
+from deepinfer_ray.ops.numerics import Numerics
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 VOCAB = 512
@@ -38,9 +39,12 @@ class Lab:
     """A model from which engines of any settings are made."""
 
     model: Model
-    layout: CacheLayout
+    numerics: Numerics
     tokenizer: Tokenizer
     compress: np.ndarray | None
+
+    def layout(self, max_backtracking: int = 0) -> CacheLayout:
+        return CacheLayout.build(self.model.config, self.numerics, 0, max_backtracking=max_backtracking)
 
     def engine(self, *, snapshots: int = 8, num_blocks: int = 64, **settings: Any) -> Engine:
         """An engine over poisoned pools; keywords are of `SchedulerSettings` and of `Engine`."""
@@ -54,7 +58,7 @@ class Lab:
         }
         resolved = SchedulerSettings(num_blocks=num_blocks, vocab_size=VOCAB, eos_token_id=1, **values)
         num_slots = resolved.num_state_slots + resolved.prefix_snapshots
-        pools = CachePools(self.layout, num_blocks, num_slots)
+        pools = CachePools(self.layout(resolved.backtracking), num_blocks, num_slots)
         pools.poison(range(1, pools.num_slots), range(1, pools.num_blocks))
         return Engine(
             self.model,
@@ -127,12 +131,12 @@ def make_lab(name: str) -> Lab:
     """`mock`, or `tinyA-released`, `tinyB-exact` and so on."""
     if name == "mock":
         model = MockModel(mock_config(VOCAB))
-        return Lab(model, model.layout(), byte_tokenizer(VOCAB), MOCK_COMPRESS)
+        return Lab(model, Numerics("exact"), byte_tokenizer(VOCAB), MOCK_COMPRESS)
     directory, numerics = name.split("-")
     parts = prepare(GOLDEN / directory, EngineConfig(numerics=numerics), "cpu")  # type: ignore[arg-type]
     with Checkpoint.open(GOLDEN / directory) as checkpoint:
         loaded = load_text_model(checkpoint, parts.numerics, max_positions=768)
-    return Lab(loaded, parts.layout, parts.tokenizer, parts.compress)
+    return Lab(loaded, parts.numerics, parts.tokenizer, parts.compress)
 
 
 @pytest.fixture(scope="session")
