@@ -4,7 +4,8 @@ Knows: the rows of one batch and their columns, one engine in this process. Does
 
 A batch may run twice: Ray Data repeats one whose actor died and goes on after the blocks it has already. So
 what a batch gives depends on its rows alone: seeds come from row ids, and pieces are fixed row ranges in
-input order, whatever finished first.
+input order, whatever finished first. Ray Data cuts blocks by bytes: where a repetition may give other bytes
+(a device whose sums depend on the batch), a task should end as one block, as those of `build_processor` do.
 """
 
 from __future__ import annotations
