@@ -23,6 +23,8 @@ from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Status, Terminal
 
 WINDOW_STEPS = 100
+PULSE_STEPS = 16
+"""Steps from which a pulse estimates MFU: it is taken between two steps and must not take long."""
 ENDINGS = 1000
 """Ended sequences whose lengths and first-token times are remembered."""
 
@@ -230,15 +232,17 @@ class EngineStats:
         return self.capture(scheduler).figures()
 
     def pulse(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Totals (`seconds`: since this object was made), gauges and, where the device is known, MFU: what the
-        driver is told about once a second."""
+        """Totals (`seconds`: since this object was made), gauges and, where the device is known, MFU: what
+        the driver is told about once a second."""
         pulse = {
             "seconds": self.clock() - self._born,
             **self.totals(scheduler),
             **self.gauges(scheduler),
         }
         if self.peak_tflops is not None:
-            pulse["mfu"] = self.capture(scheduler).rates()["mfu"]
+            samples = list(islice(reversed(self._samples), PULSE_STEPS))[::-1]
+            tflops, _ = tflops_of(samples, self.flops, self.cp)
+            pulse["mfu"] = None if tflops is None else tflops / self.peak_tflops
         if self._loads:
             pulse["expert_load_balance"] = balance(list(self._loads))
         return pulse
@@ -279,14 +283,11 @@ class Capture:
         last step, the rest with this moment."""
         samples, rest = self.samples, self.samples[1:]
         span = self.now - samples[0].time if rest else 0.0
-        busy = samples[-1].time - samples[0].time if rest else 0.0
 
         def rate(amount: float) -> float:
             return amount / span if span > 0 else 0.0
 
-        work = self._work(rest)
-        tflops = work.total / 1e12 / busy / self.cp if work is not None and busy > 0 else None
-        attention = work.attention / 1e12 / busy / self.cp if work is not None and busy > 0 else None
+        tflops, attention = tflops_of(samples, self.flops, self.cp)
         known = tflops is not None and self.peak_tflops is not None
         return {
             "steps_per_second": rate(len(rest)),
@@ -299,16 +300,6 @@ class Capture:
             "attention_tflops": attention,
             "mfu": tflops / self.peak_tflops if known else None,  # type: ignore[operator]
         }
-
-    def _work(self, samples: list[Sample]) -> StepFlops | None:
-        if self.flops is None or not samples:
-            return None
-        work = StepFlops(0.0, 0.0)
-        for is_prompt, cost in ((True, self.flops.prompt), (False, self.flops.decode)):
-            steps = [s for s in samples if s.is_prompt is is_prompt and len(s.q)]
-            if steps:
-                work += cost(np.concatenate([s.q for s in steps]), np.concatenate([s.k for s in steps]))
-        return work
 
     def _drafts(self) -> dict[str, Any]:
         """Acceptance in the window. verified_tokens, accepted_tokens: of the last step."""
@@ -358,6 +349,20 @@ class Capture:
             "min_seqlen_k": int(busy.k.min()) if busy else 0,
             "max_seqlen_k": int(busy.k.max()) if busy else 0,
         }
+
+
+def tflops_of(samples: list[Sample], flops: FlopModel | None, cp: int) -> tuple[float | None, float | None]:
+    """(TFLOP/s, those of core attention) of each of `cp` ranks from the end of the first step to that of the
+    last; None where nothing can be said."""
+    busy = samples[-1].time - samples[0].time if samples else 0.0
+    if flops is None or busy <= 0:
+        return None, None
+    work = StepFlops(0.0, 0.0)
+    for is_prompt, cost in ((True, flops.prompt), (False, flops.decode)):
+        steps = [s for s in samples[1:] if s.is_prompt is is_prompt and len(s.q)]
+        if steps:
+            work += cost(np.concatenate([s.q for s in steps]), np.concatenate([s.k for s in steps]))
+    return work.total / 1e12 / busy / cp, work.attention / 1e12 / busy / cp
 
 
 def balance(loads: list[tuple[float, float]]) -> float | None:

@@ -69,6 +69,9 @@ def test_demo_runs_and_runs_again(deepinfer, tmp_path):
     assert f"Parquet parts in {tmp_path / 'out'}:" in out
     assert out.count("completion: ") == 3
     assert "starting 2 ranks" in err
+    report = tmp_path / "out/_deepinfer/report.html"
+    assert f"report: {report}" in err
+    assert 'data-chart="phases"' in report.read_text()
     again, err = (process := deepinfer(*words)).communicate(timeout=60)
     assert process.returncode == 0, err
     assert f"resuming: {rows} rows are committed, 0 rows left" in err
@@ -94,4 +97,6 @@ def test_ctrl_c_drains_the_ranks(deepinfer, tmp_path):
     committed = sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out").glob("part-*"))
     assert summary["rows"] == committed > 0
     assert summary["rows_left"] == 400 - committed > 0
+    assert f"report: {tmp_path}/out/_deepinfer/report.html" in err
+    assert "Batch job, not complete" in (tmp_path / "out/_deepinfer/report.html").read_text()
     assert "Traceback" not in err

@@ -101,6 +101,12 @@ def test_rates_leave_out_the_first_step_and_reach_to_now() -> None:
     assert figures["tflops"] == pytest.approx(work.total / 1e12 / 2.0 / 2)
     assert figures["attention_tflops"] == pytest.approx(work.attention / 1e12 / 2.0 / 2)
     assert figures["mfu"] == pytest.approx(work.total / 1e12 / 2.0 / 2 / 2.0)
+    assert stats.pulse(scheduler())["mfu"] == figures["mfu"]
+    for _ in range(40):  # a pulse looks at the last steps only
+        clock.now += 1.0
+        stats.record_step(plan(False, [1], [9]), [commit([1])], clock.now)
+    step = MODEL.decode(np.array([1]), np.array([9]))
+    assert stats.pulse(scheduler())["mfu"] == pytest.approx(step.total / 1e12 / 2 / 2.0)
 
 
 def test_last_step() -> None:

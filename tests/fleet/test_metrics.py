@@ -188,6 +188,8 @@ class PulsingEngine:
     def __init__(self, inner: Any) -> None:
         self.inner, self.closed = inner, False
         self.steps = 0
+        self.profiler: Any
+        self.profile: Any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -232,6 +234,20 @@ def test_last_result_of_a_rank_brings_its_numbers(stub: ModuleType) -> None:
     assert engine.closed
     with pytest.raises(ValueError, match="cannot be profiled"):
         rank.profile(3)
+
+
+def test_a_rank_can_be_profiled_from_the_driver(stub: ModuleType) -> None:
+    class Profiler:
+        def wait(self, future: Any) -> Path:
+            return Path("/tmp") / f"{future}.json"
+
+    engine = PulsingEngine(stub.StubEngine())
+    engine.profiler = Profiler()
+    engine.profile = lambda steps, output_dir: f"{steps} steps in {output_dir}"
+    rank = RankActor()
+    rank.start(RankSpec(0, 1, 0, 0, "m", {}, "cpu", 1, lambda spec: engine))
+    assert rank.profile(3, "d") == "/tmp/3 steps in d.json"
+    assert rank.stop(5.0)
 
 
 @pytest.mark.ray
