@@ -47,7 +47,7 @@ def _i32(value: int) -> torch.Tensor:
 _ONE_SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
 _FP8_MAX_0, _FP8_FLOOR_0 = _f32(FP8_MAX), _f32(FP8_FLOOR)
 _INDEX_FLOOR_0, _ONE_SIXTH_0 = _f32(INDEX_FLOOR), _f32(_ONE_SIXTH)
-_INFINITY_BITS = 0x7F800000
+_INFINITY = float("inf")
 _EXPONENT_BITS, _MANTISSA_BITS = _i32(0x7F800000), _i32(0x007FFFFF)
 _TWO_120, _E4M3_SHIFT = _f32(2.0**120), _i32(1 << 20)
 # Adding and subtracting 1.5 · 2^23 · quantum rounds to the nearest multiple of the quantum, ties to even. The
@@ -268,8 +268,8 @@ def _fp8_scales(grouped: torch.Tensor) -> torch.Tensor:
     """float32 [..., n/group, 1] scales of FP8 groups; infinite where a group holds NaN or infinity."""
     largest = _FP8_MAX_0 if grouped.is_cpu else _divisor(FP8_MAX, grouped.device)
     amax = torch.maximum(grouped.abs().amax(-1, True), _FP8_FLOOR_0).div_(largest)
-    amax.view(torch.int32).clamp_max_(_INFINITY_BITS)
-    return _pow2ceil_(amax)
+    # A NaN may have its sign set (AVX-512's maximum gives all ones) and would end as a scale of 0.
+    return _pow2ceil_(amax.nan_to_num_(_INFINITY, _INFINITY))
 
 
 def quantize_fp8_groups(x: torch.Tensor, group: int = FP8_GROUP) -> tuple[torch.Tensor, torch.Tensor]:

@@ -341,3 +341,13 @@ def test_golden_weight_dequantization(linear: dict[str, torch.Tensor]):
         assert torch.equal(got, linear[f"{name}.dequantized"])
     got = formats.dequant_mxfp4_weight(linear["fp4.weight"], linear["fp4.scale"])
     assert torch.equal(got, linear["fp4.dequantized"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_non_finite_value_among_many_rows_spoils_its_group_alone(value: float):
+    x = torch.randn(300, 128, generator=torch.Generator().manual_seed(0))
+    x[123, 40] = value
+    spoiled = torch.zeros(300, 4, dtype=torch.bool)
+    spoiled[123, 1] = True
+    for got in (formats.fake_quant_fp8(x), formats.dequant_fp8_groups(*formats.quantize_fp8_groups(x))):
+        assert torch.equal(got.view(300, 4, 32).isnan().any(-1), spoiled)
