@@ -119,6 +119,18 @@ def test_the_longest_common_prefix_is_kept_not_every_block() -> None:
     assert len(loop.scheduler.state.prefixes) == 1
 
 
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_a_boundary_is_forced_only_before_the_slack_of_the_rings(drafts: int) -> None:
+    """A snapshot of P is right as long as at most slack = drafts + 1 further tokens were computed."""
+    for tail in range(1, 12):
+        loop = make_loop(num_drafts=drafts)
+        rows = [add(loop, tokens((5, 128), (10 + row, tail))) for row in range(2)]
+        chunks = [chunk[1] for chunk in loop.turn().chunks]
+        assert chunks == ([128 + tail] if tail <= drafts + 1 else [128])
+        assert prefill_tokens(loop) == 2 * tail - (tail if tail <= drafts + 1 else 0)
+        assert rows[1].cached_tokens == 128
+
+
 def test_prefixes_of_prefixes() -> None:
     """Four rows share 128 tokens, two of them 384: both lengths are kept."""
     loop = make_loop()
@@ -253,8 +265,9 @@ def test_admission_takes_back_blocks_but_not_those_it_starts_from() -> None:
     state = loop.scheduler.state
     assert (len(state.prefixes), state.blocks.num_free) == (2, 3)
     late = add(loop, tokens((5, 256), (1, 500)), max_tokens=1)
+    other = add(loop, tokens((6, 256), (1, 9)), max_tokens=1)  # its prefix was used more recently, and goes
     prefill_tokens(loop)
-    assert late.cached_tokens == 256
+    assert (late.cached_tokens, other.cached_tokens) == (256, 0)
     assert len(state.prefixes) == 1
     assert state.blocks.num_free == 5
 
