@@ -20,6 +20,8 @@ from deepinfer_ray.cache import quant
 from deepinfer_ray.cache.checks import check_layout
 from deepinfer_ray.cache.layout import CacheLayout, RecordFormat
 from deepinfer_ray.errors import ConfigError
+from deepinfer_ray.ops import native
+from deepinfer_ray.ops.formats import INDEX_GROUP, KV_GROUP, e4m3_values
 
 POISON_BYTE = 0xFF
 """Decodes to NaN as e4m3 code, as ue8m0 or e4m3 scale, and as float32."""
@@ -152,13 +154,19 @@ class CachePools:
 
     def store_window_rows(self, layer: int, x_Nd: torch.Tensor, rows_N: torch.Tensor) -> None:
         """`store_window` at rows of `window_rows`."""
-        data = quant.encode_record(self.layout.window_record, x_Nd)
-        self._rings[layer].view.index_copy_(0, rows_N, data)
+        record, view = self.layout.window_record, self._rings[layer].view
+        if record.kind == "fp8" and native.ready(x_Nd) and x_Nd.stride(1) == 1:
+            native.store_fp8(x_Nd, view, rows_N)
+        else:
+            view.index_copy_(0, rows_N, quant.encode_record(record, x_Nd))
 
     def load_window_rows(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """`load_window` at rows of `window_rows`."""
-        flat = self._rings[layer].view.index_select(0, rows.view(-1))
-        return quant.decode_record(self.layout.window_record, flat).view(*rows.shape, self.layout.head_dim)
+        record, view = self.layout.window_record, self._rings[layer].view
+        if record.kind == "fp8" and native.ready(view):
+            return native.load_fp8(view, rows, record.width).view(*rows.shape, record.width)
+        flat = view.index_select(0, rows.view(-1))
+        return quant.decode_record(record, flat).view(*rows.shape, record.width)
 
     # Compressed entries and index keys ------------------------------------------------------------------
 
@@ -171,8 +179,14 @@ class CachePools:
     def load_entries(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """float32 [..., d] compressed latents of KV source `layer` at entry slots [...]."""
         paged = self._main[layer]
-        flat = paged.data.view.index_select(0, paged.data.load_rows(slots).reshape(-1))
-        return quant.decode_record(paged.record, flat).view(*slots.shape, paged.record.width)
+        record, view, rows = paged.record, paged.data.view, paged.data.load_rows(slots)
+        if record.kind == "fp4_kv" and native.ready(view):
+            codes, scales = view[:, : record.data_bytes], view[:, record.data_bytes :]
+            table = e4m3_values(view.device)
+            out = native.load_fp4(codes, rows, scales, rows, record.width, KV_GROUP, table)
+            return out.view(*slots.shape, record.width)
+        flat = view.index_select(0, rows.reshape(-1))
+        return quant.decode_record(record, flat).view(*slots.shape, record.width)
 
     def store_index_keys(self, layer: int, x_Ed: torch.Tensor, slots_E: torch.Tensor) -> None:
         """Write index keys float32 [E, di] of index-key source `layer` to entry slots [E]."""
@@ -185,6 +199,13 @@ class CachePools:
     def load_index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """float32 [..., di] index keys of index-key source `layer` at entry slots [...]."""
         paged = self._index[layer]
+        if paged.scales is not None and native.ready(paged.data.view):
+            rows, scale_rows = paged.data.load_rows(slots), paged.scales.load_rows(slots)
+            width = paged.record.width
+            out = native.load_fp4(
+                paged.data.view, rows, paged.scales.view, scale_rows, width, INDEX_GROUP, None
+            )
+            return out.view(*slots.shape, width)
         codes = paged.data.view.index_select(0, paged.data.load_rows(slots).reshape(-1))
         if paged.scales is None:
             scales = codes[:, :0]

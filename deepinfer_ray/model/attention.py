@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from deepinfer_ray.config.hf import LayerSpec, TextConfig
-from deepinfer_ray.model.compressor import Compressor, rotate_tail
+from deepinfer_ray.model.compressor import Compressor
 from deepinfer_ray.model.indexer import Indexer, IndexKeys
-from deepinfer_ray.model.step import Selection, StepContext
+from deepinfer_ray.model.step import Rotation, Selection, StepContext
 from deepinfer_ray.ops.attention import sparse_attention, sparse_attention_blocks
 from deepinfer_ray.ops.linear import linear, rounded_grouped_linear, rounded_linear
-from deepinfer_ray.ops.norm import rms_norm
+from deepinfer_ray.ops.norm import rounded_rms_norm
 from deepinfer_ray.ops.numerics import Numerics
+from deepinfer_ray.ops.rope import rotate_tail
 
 GATHER_BYTES = 64 << 20
 """Memory for the gathered keys of one tile of rows; tiles do not change any bit."""
@@ -64,8 +65,8 @@ class Attention(nn.Module):
             self._store_entries(side, ctx)
 
         q_kv = rounded_linear(nx.q8(v_TD), self.wq_a_wkv, nx)
-        q_low = nx.b(rms_norm(q_kv[:, : self.q_rank], self.q_norm, self.eps))
-        latent = nx.b(rms_norm(q_kv[:, self.q_rank :], self.kv_norm, self.eps))
+        q_low = rounded_rms_norm(q_kv[:, : self.q_rank], self.q_norm, self.eps, nx)
+        latent = rounded_rms_norm(q_kv[:, self.q_rank :], self.kv_norm, self.eps, nx)
         q_all = rounded_linear(nx.q8(q_low), self.wq_b, nx)
         width = self.heads * self.dim
         q_THd = q_all[:, :width].view(rows, self.heads, self.dim)
@@ -79,7 +80,7 @@ class Attention(nn.Module):
             q_index = q_all[:, width:].view(rows, self.indexer.heads, self.indexer.dim)
             self.indexer(q_index, nx.b(side[:, self.entry_rows :]), ctx)
         o_THd = nx.b(self._attend(q_THd, latent, ctx))
-        return self._project(o_THd, cos, sin)
+        return self._project(o_THd, ctx.compressed_back if self.ratio else ctx.plain_back)
 
     def _store_entries(self, side: torch.Tensor, ctx: StepContext) -> None:
         assert self.compressor is not None
@@ -166,10 +167,10 @@ class Attention(nn.Module):
             ctx.gathered[source] = torch.cat((entries, entries.new_zeros(1, self.dim)))
         return ctx.gathered[source]
 
-    def _project(self, o_THd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _project(self, o_THd: torch.Tensor, back: Rotation) -> torch.Tensor:
         nx, rows = self.numerics, o_THd.shape[0]
         # Values are keys and carry their rotation: turn the sum back by the query's angle.
-        o_THd = rotate_tail(o_THd, cos, -sin, nx)
+        o_THd = rotate_tail(o_THd, *back, nx)
         if not nx.reference:
             o_THd = nx.q8(o_THd)
         z_TGO = rounded_grouped_linear(o_THd.view(rows, self.groups, -1), self.wo_a, nx)

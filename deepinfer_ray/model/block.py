@@ -19,7 +19,7 @@ from deepinfer_ray.model.hyper_connections import HyperConnection
 from deepinfer_ray.model.moe import MoE
 from deepinfer_ray.model.step import StepContext
 from deepinfer_ray.ops.hyper_connections import collapse
-from deepinfer_ray.ops.norm import rms_norm
+from deepinfer_ray.ops.norm import rounded_rms_norm
 from deepinfer_ray.ops.numerics import Numerics
 
 
@@ -46,8 +46,8 @@ class Block(nn.Module):
         return self._input(a_Tm, x_TmD, self.ffn_norm)
 
     def _input(self, a_Tm: torch.Tensor, x_TmD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        b = self.numerics.b
-        return b(rms_norm(b(collapse(a_Tm, x_TmD)), weight, self.eps))
+        u = self.numerics.b(collapse(a_Tm, x_TmD))
+        return rounded_rms_norm(u, weight, self.eps, self.numerics)
 
     def forward(
         self, x_TmD: torch.Tensor, a_Tm: torch.Tensor, ctx: StepContext

@@ -14,16 +14,9 @@ from torch import nn
 from deepinfer_ray.config.hf import LayerSpec, TextConfig
 from deepinfer_ray.model.step import StepContext
 from deepinfer_ray.ops.compress import pool_pairs
-from deepinfer_ray.ops.norm import rms_norm
+from deepinfer_ray.ops.norm import rounded_rms_norm
 from deepinfer_ray.ops.numerics import Numerics
-from deepinfer_ray.ops.rope import rotate
-
-
-def rotate_tail(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
-    """x with its last R values rotated and rounded, in place: x must be nobody else's."""
-    tail = x[..., -cos.shape[-1] :]
-    tail.copy_(numerics.b(rotate(tail, cos, sin)))
-    return x
+from deepinfer_ray.ops.rope import rotate_tail
 
 
 class Compressor(nn.Module):
@@ -49,7 +42,7 @@ class Compressor(nn.Module):
         pooled = self._pool(projected, ctx)
         if pooled is None:
             return None
-        normed = self.numerics.b(rms_norm(self.numerics.b(pooled), self.norm, self.eps))
+        normed = rounded_rms_norm(self.numerics.b(pooled), self.norm, self.eps, self.numerics)
         cos, sin = plan.rotation
         ctx.pools.store_entries(self.layer, rotate_tail(normed.clone(), cos, sin, self.numerics), plan.slots)
         return normed

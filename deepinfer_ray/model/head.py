@@ -10,7 +10,7 @@ from torch import nn
 
 from deepinfer_ray.config.hf import TextConfig
 from deepinfer_ray.ops.linear import linear
-from deepinfer_ray.ops.norm import rms_norm
+from deepinfer_ray.ops.norm import rounded_rms_norm
 from deepinfer_ray.ops.numerics import Numerics
 
 
@@ -25,7 +25,7 @@ class Head(nn.Module):
 
     def normed(self, h_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] normed and rounded."""
-        return self.numerics.b(rms_norm(h_TD, self.norm, self.eps))
+        return rounded_rms_norm(h_TD, self.norm, self.eps, self.numerics)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """float32 [N, V], never rounded."""

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from deepinfer_ray.config.hf import LayerSpec, TextConfig
-from deepinfer_ray.model.compressor import rotate_tail
 from deepinfer_ray.model.step import Selection, StepContext
 from deepinfer_ray.ops import index as ops
 from deepinfer_ray.ops.attention import validity_bias
 from deepinfer_ray.ops.linear import round_up, rounded_linear
-from deepinfer_ray.ops.norm import rms_norm
+from deepinfer_ray.ops.norm import rounded_rms_norm
 from deepinfer_ray.ops.numerics import Numerics
+from deepinfer_ray.ops.rope import rotate_tail
 
 SCORE_BYTES = 256 << 20
 """Memory for one tile of query rows times heads times keys; tiles do not change any bit."""
@@ -41,8 +41,8 @@ class IndexKeys(nn.Module):
 
     def forward(self, latent_Ed: torch.Tensor, ctx: StepContext) -> None:
         """Project, norm, rotate and store the keys of this step's entries."""
-        b, plan = self.numerics.b, ctx.entries[self.ratio]
-        keys = b(rms_norm(rounded_linear(latent_Ed, self.wk, self.numerics), self.k_norm, self.eps))
+        nx, plan = self.numerics, ctx.entries[self.ratio]
+        keys = rounded_rms_norm(rounded_linear(latent_Ed, self.wk, nx), self.k_norm, self.eps, nx)
         cos, sin = plan.rotation
         ctx.pools.store_index_keys(self.layer, rotate_tail(keys, cos, sin, self.numerics), plan.slots)
 
@@ -107,12 +107,13 @@ class Indexer(nn.Module):
     def _select_dense(self, q_Thc: torch.Tensor, weights_Th: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         klen = ctx.meta.ratios[self.ratio].klen
         scores = self._dense_scores(q_Thc, weights_Th, ctx)
-        valid = torch.arange(scores.shape[1], device=klen.device) < klen.unsqueeze(1)
         if self.layer.is_candidate_source and ctx.max_klen[self.ratio] > self.blocks * self.block_size:
             ctx.candidates = ops.candidate_blocks(scores, klen, self.blocks, self.block_size)
         elif self.layer.reads_candidates and ctx.candidates is not None:
-            valid = valid & ops.candidate_mask(ctx.candidates, scores.shape[1], self.block_size)
-        return ops.select_top(scores, valid, self.columns)
+            visible = torch.arange(scores.shape[1], device=klen.device) < klen.unsqueeze(1)
+            inside = ops.candidate_mask(ctx.candidates, scores.shape[1], self.block_size)
+            return ops.select_top(scores, visible & inside, self.columns)
+        return ops.select_visible(scores, klen, self.columns)
 
     def _dense_scores(self, q_Thc: torch.Tensor, weights_Th: torch.Tensor, ctx: StepContext) -> torch.Tensor:
         """[T, N] scores of all visible entries; columns behind a row's klen are finite or -inf."""
@@ -139,16 +140,18 @@ class Indexer(nn.Module):
         klen = ctx.meta.ratios[self.ratio].klen
         entries = ops.candidate_entries(ctx.candidates, klen, self.block_size)
         keys = ctx.pools.load_index_keys(self.key_source, ctx.entry_slots(self.ratio, entries))
-        picked = ops.select_top(self._score(q_Thc, weights_Th, keys), entries >= 0, self.columns)
+        lengths = (entries >= 0).sum(1)
+        picked = ops.select_visible(self._score(q_Thc, weights_Th, keys), lengths, self.columns)
         return entries.gather(1, picked.clamp_min(0)).masked_fill(picked < 0, -1)
 
     def _publish(self, entries_TK: torch.Tensor, ctx: StepContext) -> Selection:
-        present = entries_TK >= 0
         if ctx.meta.is_prefill:
+            present = entries_TK >= 0
             ks = ctx.meta.ratios[self.ratio].ks
             assert ks is not None
             index = (entries_TK + ks.unsqueeze(1)).masked_fill(~present, -1)
+            bias = validity_bias(present)
         else:
-            index = ctx.entry_slots(self.ratio, entries_TK)
-        ctx.selection = Selection(entries_TK, index, validity_bias(present))
+            index, bias = ctx.entry_slots_and_bias(self.ratio, entries_TK)
+        ctx.selection = Selection(entries_TK, index, bias)
         return ctx.selection

@@ -17,6 +17,7 @@ from torch import nn
 from deepinfer_ray.config.hf import LayerSpec, TextConfig
 from deepinfer_ray.model.step import StepContext
 from deepinfer_ray.ops import moe as ops
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.formats import dequant_mxfp4_weight
 from deepinfer_ray.ops.linear import ROW_TILE, linear, pad_dim, round_up, rounded_linear
 from deepinfer_ray.ops.numerics import Numerics
@@ -57,6 +58,18 @@ class Activation:
         out = ops.swiglu(gate_up, weight, self.limit)
         return nx.q8(nx.b(out) if nx.reference else out)
 
+    def fuses(self, product: torch.Tensor) -> bool:
+        """Whether `spread` may stand for rounding, `__call__` and placing the rows."""
+        return native.ready(product) and not self.numerics.reference and product.shape[-1] % 64 == 0
+
+    def spread(
+        self, product: torch.Tensor, index_P: torch.Tensor, weight: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        """[rows, M]: the activation of rows `index` of an unrounded product [., 2M], at the same rows."""
+        return native.swiglu_spread(
+            product, index_P, weight, self.limit or 0.0, not self.numerics.exact, rows
+        )
+
 
 class StackedExperts(nn.Module):
     """Dequantized weights of all local experts in two tensors: one batched product each.
@@ -80,6 +93,8 @@ class StackedExperts(nn.Module):
         partial: bool = True,
     ) -> torch.Tensor:
         """Rows lie in a buffer of equally many rows for each expert; what else lies there changes no bit."""
+        if x_TD.shape[0] == 0:
+            return x_TD.new_zeros(0, self.w2.shape[2])
         if x_TD.device.type == "cpu":
             return self.tile(x_TD, experts_Tk, weights_Tk, act, count=True, partial=partial)
         # How full the fullest expert is stands on the device: every buffer takes a whole tile of rows.
@@ -121,10 +136,14 @@ class StackedExperts(nn.Module):
             buffer = x_TD.new_zeros(self.experts * capacity, x_TD.shape[1])
             buffer = buffer.index_copy(0, index, x_TD[row_of_pair]).view(self.experts, capacity, -1)
         hidden = torch.bmm(buffer, self.w13)
-        pairs = _rounded(hidden.view(-1, hidden.shape[2]).index_select(0, index), act.numerics)
-        inner = act(pairs, weights_Tk.view(-1, 1)).to(self.w2.dtype)
         missing = experts_Tk.view(-1) < 0 if partial else None
         end = self.experts * capacity
+        if missing is None and act.fuses(hidden):
+            spread = act.spread(hidden.view(end, -1), index, weights_Tk, end)
+            out = torch.bmm(spread.view(self.experts, capacity, -1), self.w2)
+            return _rounded(out.view(end, -1).index_select(0, index), act.numerics)
+        pairs = _rounded(hidden.view(end, -1).index_select(0, index), act.numerics)
+        inner = act(pairs, weights_Tk.view(-1, 1)).to(self.w2.dtype)
         # A pair without an expert points into the buffer of expert 0, where a real pair of the same row may
         # lie: such pairs are put behind the end.
         put = index if missing is None else index.masked_fill(missing, end)
@@ -281,6 +300,9 @@ class MoE(nn.Module):
             weights = torch.cat((one, received.weights), dim=1)
             out = self.experts(v8_TD, slots, weights, self.act, False)
             out = out.view(rows, self.k + 1, v_TD.shape[1])
+            if not nx.reference:
+                # A local exchange returns the rows as they are: shared first, then the slots in order.
+                return ops.rounded_combine(out, nx)
             shared: torch.Tensor | None = out[:, 0]
             routed = self.exchange.combine(out[:, 1:], received)
         else:
@@ -293,7 +315,7 @@ class MoE(nn.Module):
             routed = routed.gather(1, ascending.unsqueeze(-1).expand_as(routed))
             total = ops.combine_slots(routed)
             return nx.b(total if shared is None else total + shared)
-        return nx.b(ops.combine_slots(routed, shared))
+        return ops.rounded_combine(routed, nx, shared)
 
     def _to_physical(self, experts: torch.Tensor) -> torch.Tensor:
         assert self.physical is not None

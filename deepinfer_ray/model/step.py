@@ -14,12 +14,14 @@ import torch
 
 from deepinfer_ray.cache.metadata import RatioPlan, StepMetadata
 from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.attention import validity_bias
 from deepinfer_ray.ops.linear import round_up
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.ops.rope import RopeTable
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines; the inverse rotation has the sines negated."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,9 @@ class StepContext:
     """cos, sin [T, 1, R] of window-only layers."""
     compressed: Rotation
     """cos, sin [T, 1, R] of layers with a ratio."""
+    plain_back: Rotation
+    compressed_back: Rotation
+    """The inverse rotations."""
     window_bias: torch.Tensor
     """[T, 1, W] 0 or -inf."""
     window_index: torch.Tensor
@@ -88,12 +93,19 @@ class StepContext:
 
     def entry_slots(self, ratio: int, entries: torch.Tensor) -> torch.Tensor:
         """Decode: pool slots of entry ids [T, n] of the rows' own sequences; -1 stays -1."""
+        return self.entry_slots_and_bias(ratio, entries)[0]
+
+    def entry_slots_and_bias(self, ratio: int, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`entry_slots`, and [T, 1, n] 0 where an entry is, -inf where none is."""
         tables = self.meta.block_tables
         assert tables is not None
         size = self.pools.layout.block_tokens // ratio
+        if native.ready(entries):
+            slots, bias = native.entry_slots(entries.contiguous(), tables.contiguous(), size)
+            return slots, bias.unsqueeze(1)
         known = entries.clamp_min(0)
         slots = tables.gather(1, known.div(size, rounding_mode="floor")) * size + known % size
-        return slots.masked_fill(entries < 0, -1)
+        return slots.masked_fill(entries < 0, -1), validity_bias(entries >= 0)
 
     def visible_slots(self, ratio: int) -> torch.Tensor:
         """Decode: pool slots [T, N] of every visible entry, -1 behind a row's last; N is a multiple of 16."""
@@ -143,12 +155,15 @@ def build_context(
         index = meta.swa_keys.masked_fill(~present, meta.swa_history.numel() + meta.num_rows)
     else:
         index = pools.window_rows(meta.swa_keys)
+    plain_rows, compressed_rows = (_per_head(table.take(meta.positions)) for table in (plain, compressed))
     return StepContext(
         meta=meta,
         pools=pools,
         numerics=numerics,
-        plain=_per_head(plain.take(meta.positions)),
-        compressed=_per_head(compressed.take(meta.positions)),
+        plain=plain_rows,
+        compressed=compressed_rows,
+        plain_back=(plain_rows[0], -plain_rows[1]),
+        compressed_back=(compressed_rows[0], -compressed_rows[1]),
         window_bias=validity_bias(present),
         window_index=index,
         window_store=pools.window_rows(meta.swa_store.clamp_min(0)),

@@ -20,6 +20,7 @@ from deepinfer_ray.model.block import Block
 from deepinfer_ray.model.head import Head
 from deepinfer_ray.model.step import build_context
 from deepinfer_ray.model.yoco import run_layers
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.engram import EngramHash
 from deepinfer_ray.ops.hyper_connections import collapse
 from deepinfer_ray.ops.linear import round_up
@@ -69,6 +70,7 @@ class TextModel(nn.Module):
 
     def prepare(self, device: torch.device | str = "cpu") -> None:
         """Build what is derived from the config alone; call once after the weights are loaded."""
+        native.load()
         text, dim = self.config.text, self.config.text.qk_rope_head_dim
         plain = inverse_frequencies(dim, text.rope_theta)
         scaling = text.rope_scaling

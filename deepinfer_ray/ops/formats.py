@@ -143,7 +143,7 @@ def _e2m1_pairs(device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _e4m3_values(device: torch.device) -> torch.Tensor:
+def e4m3_values(device: torch.device) -> torch.Tensor:
     """float32 [256]: the value of every e4m3fn code (0x7f and 0xff are NaN)."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     return _table(values.tolist(), torch.float32, device)
@@ -174,7 +174,7 @@ def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     """float32 values of e4m3fn codes (uint8 or float8_e4m3fn), same shape."""
     codes = as_bytes(codes)
     flat = codes.to(torch.int32).reshape(-1)
-    return _e4m3_values(codes.device).index_select(0, flat).view(codes.shape)
+    return e4m3_values(codes.device).index_select(0, flat).view(codes.shape)
 
 
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:

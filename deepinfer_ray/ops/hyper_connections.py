@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.constants import constant
 from deepinfer_ray.ops.linear import linear
-from deepinfer_ray.ops.norm import inverse_rms
+from deepinfer_ray.ops.norm import inverse_rms, squares
 
 
 def _sequential_sum(x: torch.Tensor, dim: int, start: float) -> torch.Tensor:
@@ -97,6 +98,10 @@ def mix(
     """
     rows, m, _ = x_TmD.shape
     z = x_TmD.view(rows, -1)
+    if native.ready(z) and m <= 4:
+        return native.mix_coefficients(
+            linear(z, fn), squares(z), scale, base, m, z.shape[1], norm_eps, hc_eps, iterations
+        )
     q = linear(z, fn) * inverse_rms(z, norm_eps) * scale + base
     # Not torch.sigmoid: its vector body and scalar tail differ in low bits (model spec §9.4).
     gates = (q[:, : 2 * m].neg().exp() + constant(1.0)).reciprocal()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.linear import pad_dim
 
 _LARGEST_BF16 = 3.3895313892515355e38
@@ -36,6 +37,8 @@ def index_scores(q_Thc: torch.Tensor, weights_Th: torch.Tensor, keys: torch.Tens
         dots = (flat @ keys.t())[: rows * heads].view(rows, heads, -1)
     else:
         dots = torch.bmm(q_Thc, keys.transpose(1, 2))
+    if native.ready(dots):
+        return native.head_sums(dots, weights_Th.contiguous(), count)
     return _head_sum(dots.relu() * weights_Th.unsqueeze(-1))[:, :count]
 
 
@@ -75,6 +78,14 @@ def select_top(scores_TN: torch.Tensor, valid_TN: torch.Tensor, k: int) -> torch
     return out.scatter_(1, place, columns)[:, :k]
 
 
+def select_visible(scores_TN: torch.Tensor, klen_T: torch.Tensor, k: int) -> torch.Tensor:
+    """`select_top` where the first `klen` columns of a row are the valid ones."""
+    if native.ready(scores_TN) and scores_TN.is_contiguous():
+        return native.select_rows(scores_TN, klen_T, k)
+    valid = torch.arange(scores_TN.shape[1], device=scores_TN.device) < klen_T.unsqueeze(1)
+    return select_top(scores_TN, valid, k)
+
+
 def block_scores(scores_TN: torch.Tensor, klen_T: torch.Tensor, size: int) -> torch.Tensor:
     """float32 [T, NB]: maximum of each block's visible scores, the newest block +inf, invisible ones -inf."""
     rows, count = scores_TN.shape
@@ -93,10 +104,9 @@ def candidate_blocks(scores_TN: torch.Tensor, klen_T: torch.Tensor, k: int, size
 
     The newest block is always kept; equal block scores: the lowest id wins.
     """
-    best = block_scores(scores_TN, klen_T, size)
-    visible = (klen_T + size - 1) // size
-    valid = torch.arange(best.shape[1], device=best.device) < visible.unsqueeze(-1)
-    return select_top(best, valid, k)
+    if native.ready(scores_TN) and scores_TN.is_contiguous():
+        return native.candidate_rows(scores_TN, klen_T, k, size)
+    return select_visible(block_scores(scores_TN, klen_T, size), (klen_T + size - 1) // size, k)
 
 
 def candidate_entries(blocks_TB: torch.Tensor, klen_T: torch.Tensor, size: int) -> torch.Tensor:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import torch
 
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.constants import constant
+from deepinfer_ray.ops.numerics import Numerics
 
 
 def router_scores(logits_TE: torch.Tensor) -> torch.Tensor:
     """float32 `sqrt(softplus(logit))`."""
-    # Not torch's softplus: its vector body and scalar tail differ in low bits (model spec §9.4).
-    limit = constant(20.0)
-    return torch.where(logits_TE > limit, logits_TE, torch.minimum(logits_TE, limit).exp().log1p()).sqrt()
+    # Not torch's softplus: its vector body and scalar tail differ in low bits (model spec §9.4). Above 20 the
+    # logarithm stays at 20 and the logit itself is the larger one; below, softplus exceeds its argument.
+    soft = torch.minimum(logits_TE, constant(20.0)).exp().log1p()
+    return torch.maximum(logits_TE, soft).sqrt()
 
 
 def select_experts(selection_TE: torch.Tensor, k: int) -> torch.Tensor:
@@ -39,6 +42,8 @@ def route(
     Rows that are not `valid` get expert -1 and weight 0.
     """
     scores = router_scores(logits_TE)
+    if native.ready(scores) and image_mask is None and valid is None:
+        return native.route_rows(scores, bias_E, k, scaling)
     bias = bias_E
     if image_mask is not None and bias_image_E is not None:
         bias = torch.where(image_mask.unsqueeze(-1), bias_image_E, bias_E)
@@ -74,3 +79,12 @@ def combine_slots(o_TkD: torch.Tensor, first_TD: torch.Tensor | None = None) -> 
     for slot in slots[1:]:
         total = total + slot
     return total
+
+
+def rounded_combine(
+    o_TkD: torch.Tensor, numerics: Numerics, first_TD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`b(combine_slots(o, first))`."""
+    if first_TD is None and native.ready(o_TkD) and o_TkD.is_contiguous():
+        return native.combine_rows(o_TkD, not numerics.exact)
+    return numerics.b(combine_slots(o_TkD, first_TD))

@@ -13,6 +13,9 @@ import math
 
 import torch
 
+from deepinfer_ray.ops import native
+from deepinfer_ray.ops.numerics import Numerics
+
 _FIRST_ROWS = 1024
 """Rows of a fresh table; it doubles as longer positions appear."""
 
@@ -91,3 +94,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     *lead, width = x.shape
     swapped = x.view(*lead, width // 2, 2).flip(-1).view(x.shape)
     return (x * cos).add_(swapped.mul_(sin))
+
+
+def rotate_tail(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """x [T, ..., d] with its last R values rotated and rounded in place: x must be nobody else's.
+
+    cos, sin: table rows [T, R], or [T, 1, R] for x [T, heads, d].
+    """
+    if native.ready(x) and x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]):
+        native.rotate_tail(x, cos, sin, not numerics.exact)
+        return x
+    tail = x[..., -cos.shape[-1] :]
+    tail.copy_(numerics.b(rotate(tail, cos, sin)))
+    return x
