@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -146,3 +147,17 @@ def test_plots_are_written_as_well_formed_svg(
     for path in written:
         assert ET.fromstring(path.read_text()).tag.endswith("svg")
     assert "steady uniform" in (tmp_path / "plots" / "policy-intervals-speed.svg").read_text()
+
+
+def test_committed_figures_bear_out_their_recommendation() -> None:
+    path = Path(policy.__file__).parent / "results" / "policy.json"
+    result = json.loads(path.read_text())
+    assert {"name", "machine", "date", "rows", "parity", "recommended", "findings"} <= set(result)
+    recommended = result["recommended"]
+    name = f"{recommended['prefill_all_interval']}/{recommended['prefill_any_interval']}"
+    everywhere = [result["rows"], *result["more_seeds"].values(), result["seats_128"]["rows"]]
+    for rows in everywhere:
+        verdicts = {(r["study"], r["policy"]): r["verdict"] for r in rows if r["workload"] == "all"}
+        assert verdicts["intervals", name] == "better"
+    studies = list(dict.fromkeys(row["study"] for row in result["rows"]))
+    assert studies == [study.name for study in make_studies()]
