@@ -101,6 +101,8 @@ class JobConfig(Section):
     """Upper bound of gangs (fleets) that run at once; None = as many as the cluster holds."""
     max_error_rate: float = Field(1.0, ge=0, le=1)
     """Share of rows that may end in an error before the job stops; 1 = never stop."""
+    min_rows_for_error_rate: int = Field(100, ge=1)
+    """Rows that must have ended before that share can stop the job; the end of a job always looks at it."""
     allow_changed: bool = False
     """Resume although inputs changed since the job was planned."""
     limit: int | None = Field(None, ge=0)

@@ -54,11 +54,14 @@ class Feeder:
         self._open_bytes = 0
         self._queued_bytes = 0
         self._stop = threading.Event()
-        self._ended = False
+        self._started = self._ended = False
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin to read ahead; a second call changes nothing."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
 
     @property
     def exhausted(self) -> bool:
@@ -82,6 +85,12 @@ class Feeder:
         if item is not None:
             raise item
         return None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a row is ready or the rows have ended, at most so long."""
+        ready = self._queue.not_empty
+        with ready:
+            ready.wait_for(lambda: self._ended or bool(self._queue.queue), timeout_s)
 
     def hold(self, size: int) -> None:
         """`size` more bytes belong to open parts; negative when a part was committed or dropped."""

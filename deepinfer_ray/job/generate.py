@@ -17,8 +17,9 @@ from deepinfer_ray import __version__
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import RunConfig
-from deepinfer_ray.errors import DeepInferError, OutputError
+from deepinfer_ray.errors import DeepInferError, OutputError, PlacementError, RankFailure
 from deepinfer_ray.fleet.backend import Backend
+from deepinfer_ray.job.commits import Commits
 from deepinfer_ray.job.encode import Encoder
 from deepinfer_ray.job.feeder import Feeder
 from deepinfer_ray.job.ids import check_ids
@@ -176,20 +177,24 @@ class _Run:
         if self._results is not None:
             self._results.clear()
         prepared = self._prepared
-        encoder = prepared.encoder()
+        feeder = self._feeder(prepared.encoder())
         observer = self._observe()
         backend = make_backend(prepared.engine, prepared.model)
         ranks = prepared.engine.parallel.world
         self._say(f"starting {ranks} rank{'s' if ranks > 1 else ''} for {self.rows_left:,} rows")
         graceful = False
         try:
-            backend.start()
+            feeder.start()  # the first rows are ready by the time the ranks are
+            try:
+                backend.start()
+            except (PlacementError, RankFailure) as failure:
+                return self._end(Counts(), failure.exit_code, error=failure)
             self._signals.arm()
-            runner = self._runner(encoder, backend, observer)
-            outcome = self._loop(runner)
+            outcome = self._loop(self._runner(feeder, backend, observer))
             graceful = outcome.error is None and not self._stopped_at_once
             return outcome
         finally:
+            feeder.stop()
             observer.close()
             backend.close(graceful)
 
@@ -199,22 +204,29 @@ class _Run:
         head = {"started": now.isoformat(timespec="seconds"), "rows_left": self.rows_left}
         return Observer(StatsFile(self._ledger.store, name, head), rows_left=self.rows_left)
 
-    def _runner(self, encoder: Encoder, backend: Backend, observer: Observer) -> Runner:
-        job = self._prepared.job
+    def _feeder(self, encoder: Encoder) -> Feeder:
         parts = (part for part in self._plan.iter_parts() if part.name not in self._done)
+        max_open_bytes = self._prepared.job.max_open_bytes
+        return Feeder(parts, encoder, queue_rows=QUEUE_ROWS, max_open_bytes=max_open_bytes)
+
+    def _runner(self, feeder: Feeder, backend: Backend, observer: Observer) -> Runner:
+        job = self._prepared.job
         self._progress = Progress(self._plan.rows, self._before.rows)
         return Runner(
-            feeder=Feeder(parts, encoder, queue_rows=QUEUE_ROWS, max_open_bytes=job.max_open_bytes),
+            feeder=feeder,
             backend=backend,
-            writer=PartWriter(
-                job.sampling.n, job.output_prefix or "", self._provenance(), self._prepared.reader()
+            commits=Commits(
+                PartWriter(
+                    job.sampling.n, job.output_prefix or "", self._provenance(), self._prepared.reader()
+                ),
+                self._ledger,
+                self._lease,
             ),
-            ledger=self._ledger,
-            lease=self._lease,
             progress=self._progress,
             signals=self._signals,
             before=self._before,
             max_error_rate=job.max_error_rate,
+            min_rows_for_rate=job.min_rows_for_error_rate,
             deadline=None if job.deadline_s is None else self._started + job.deadline_s,
             kept=self._kept,
             observer=observer,

@@ -26,6 +26,8 @@ from deepinfer_ray.job.store import TEMPORARY, Store
 MANIFEST = "_deepinfer/manifest.json"
 CONFIG = "_deepinfer/config.json"
 SUMMARY = "_deepinfer/summary.json"
+QUARANTINE = "_deepinfer/quarantine"
+"""A file for each part with failed rows: their ids, codes and messages."""
 
 COLUMN_SETTINGS = ("n", "output_prefix")
 """Settings that decide the columns of parts: no flag lets them change within one output."""
@@ -43,6 +45,7 @@ class Ledger:
         self.manifest: dict[str, Any] = {}
         self.removed_temporary = 0
         self.foreign: list[str] = []
+        self._quarantined: frozenset[str] | None = None  # files of an earlier run; None: not looked up yet
 
     def stored_manifest(self) -> dict[str, Any] | None:
         """The manifest of an earlier run, None for a new output. Raises `OutputError` if unreadable."""
@@ -114,6 +117,20 @@ class Ledger:
     def commit(self, part: Part, fill: Callable[[Any], None]) -> None:
         """Make a part visible, whole. Raises `OutputError`."""
         self.store.write(part.name, fill)
+
+    def quarantine(self, part: Part, failures: bytes) -> None:
+        """Keep the failed rows of a part as JSON lines, before the part itself; none removes earlier ones.
+
+        Raises `OutputError`.
+        """
+        name = f"{part.name.removesuffix('.parquet')}.jsonl"
+        if self._quarantined is None:
+            self._quarantined = frozenset(self.store.names(QUARANTINE))
+        if failures:
+            self.store.make_folder(QUARANTINE)
+            self.store.write(f"{QUARANTINE}/{name}", lambda file: file.write(failures))
+        elif name in self._quarantined:
+            self.store.take(f"{QUARANTINE}/{name}")
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         data = json.dumps(content, indent=1, ensure_ascii=False).encode()

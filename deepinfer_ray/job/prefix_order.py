@@ -1,4 +1,5 @@
-"""The order in which rows that were read ahead go to the backend: those that begin alike one after another.
+"""The order in which rows that were read ahead go to the backend: those that begin alike one after another,
+the longest first.
 
 Knows: the prompts of rows that wait. Does not know: parts, files, ranks, what a rank keeps. Only the order of
 submission changes; which part a row belongs to and where it stands there does not.
@@ -6,7 +7,7 @@ submission changes; which part a row belongs to and where it stands there does n
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 
 from deepinfer_ray.fleet.affinity import head_of
@@ -20,14 +21,16 @@ MAX_BYTES = 64 << 20
 class PrefixWindow:
     """Items that wait, grouped by the first block of their prompt.
 
-    The oldest item's group goes first, as it stands then; what joins it later waits for its next turn, so
-    that a head which never ends holds nobody up. Within a group, prompts with longer common beginnings are
-    neighbours, and items with equal prompts keep their order.
+    Turn by turn: all groups as they stand, the one with the longest item first, so that no long row is left
+    when the short ones are done, and groups of equal length oldest first. What comes meanwhile waits for the
+    next turn, so that neither a head which never ends nor long rows hold anybody up. Within a group, prompts
+    with longer common beginnings are neighbours, and items with equal prompts keep their order.
     """
 
     def __init__(self, max_items: int = MAX_ITEMS, max_bytes: int = MAX_BYTES) -> None:
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._groups: OrderedDict[bytes, list[WorkItem]] = OrderedDict()
+        self._groups: dict[bytes, list[WorkItem]] = {}
+        self._turn: deque[list[WorkItem]] = deque()
         self._current: deque[WorkItem] = deque()
         self._count = self._bytes = 0
 
@@ -50,7 +53,7 @@ class PrefixWindow:
         taken: list[WorkItem] = []
         while len(taken) < count and self._count:
             if not self._current:
-                _, group = self._groups.popitem(last=False)
+                group = self._next_group()
                 # Bytewise order is not that of the ids, but equal beginnings are neighbours in it just so.
                 group.sort(key=lambda item: item.prompt.tobytes())
                 self._current.extend(group)
@@ -59,3 +62,14 @@ class PrefixWindow:
             self._bytes -= item.prompt.nbytes
             taken.append(item)
         return taken
+
+    def _next_group(self) -> list[WorkItem]:
+        if not self._turn:
+            self._turn.extend(sorted(self._groups.values(), key=_longest, reverse=True))
+            self._groups.clear()
+        return self._turn.popleft()
+
+
+def _longest(group: list[WorkItem]) -> int:
+    """Tokens of prompt and completion at most, of the group's longest item."""
+    return max(len(item.prompt) + (item.params.max_tokens or 0) for item in group)

@@ -9,35 +9,31 @@ from __future__ import annotations
 import enum
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from deepinfer_ray.errors import JobError
 from deepinfer_ray.fleet.backend import Backend, WorkItem, WorkResult
+from deepinfer_ray.job.commits import Commits, Committed
 from deepinfer_ray.job.feeder import FedRow, Feeder
-from deepinfer_ray.job.lease import Lease
-from deepinfer_ray.job.ledger import Ledger
 from deepinfer_ray.job.observe import Observer
 from deepinfer_ray.job.plan import Part
 from deepinfer_ray.job.prefix_order import PrefixWindow
 from deepinfer_ray.job.progress import Progress
 from deepinfer_ray.job.signals import StopSignals
-from deepinfer_ray.job.sink import Counts, KeptOutcome, PartWriter, RowOutcome
+from deepinfer_ray.job.sink import Counts, KeptOutcome, RowOutcome
 
 POLL_S = 0.1
 HUNGRY_POLL_S = 0.01
 """How long to wait for results: with enough rows under way, and when the feeder is behind."""
 
+GATHER_S = 0.05
+"""How long rows may wait for others to be sent with: order needs a choice, and a rank few calls."""
+
 STATUS_S = 1.0
 """How often the backend is asked how it is."""
-
-MAX_COMMITS_WAITING = 4
-MIN_ROWS_FOR_RATE = 100
-"""Rows that must have ended before their error rate can stop a job; the end of a job always checks it."""
 
 
 class Ending(enum.StrEnum):
@@ -64,7 +60,8 @@ class Runner:
     """Runs the rows that `feeder` gives. After `run`: `counts` of the `parts` it committed.
 
     kept: rows of a part that an earlier run finished and that are not to be run again (`--retry-errors`).
-    before: counts of the parts that were committed earlier, for the error rate.
+    before: counts of the parts that were committed earlier, for the error rate. min_rows_for_rate: rows that
+    must have ended before their error rate can stop a job; the end of a job always checks it.
     """
 
     def __init__(
@@ -72,13 +69,12 @@ class Runner:
         *,
         feeder: Feeder,
         backend: Backend,
-        writer: PartWriter,
-        ledger: Ledger,
-        lease: Lease,
+        commits: Commits,
         progress: Progress,
         signals: StopSignals,
         before: Counts,
         max_error_rate: float = 1.0,
+        min_rows_for_rate: int = 100,
         deadline: float | None = None,
         kept: Callable[[Part], Mapping[int, KeptOutcome]] = lambda part: {},
         observer: Observer | None = None,
@@ -89,13 +85,12 @@ class Runner:
         self.restarts = 0
         self._feeder = feeder
         self._backend = backend
-        self._writer = writer
-        self._ledger = ledger
-        self._lease = lease
+        self._commits = commits
         self._progress = progress
         self._signals = signals
         self._before = before
         self._max_error_rate = max_error_rate
+        self._min_rows_for_rate = min_rows_for_rate
         self._deadline = deadline
         self._kept = kept
         self._observer = observer or Observer(None, rows_left=0)
@@ -106,11 +101,10 @@ class Runner:
         self._next_key = 0
         self._ahead = PrefixWindow()
         self._held: FedRow | None = None  # first row of a part that is not begun yet
+        self._gathered_since: float | None = None
         self._asked = clock()
         self._ending: Ending | None = None
         self._ended = Counts()  # rows whose result is known, committed or not
-        self._commits: deque[tuple[OpenPart, Future[Counts]]] = deque()
-        self._writing = ThreadPoolExecutor(1, "writer")
 
     def run(self) -> Ending:
         """Until every row has ended, or a signal or the deadline stops it in order.
@@ -123,15 +117,21 @@ class Runner:
             while not self._finished():
                 self._check_ending()
                 hungry = self._feed()
-                for result in self._backend.poll(HUNGRY_POLL_S if hungry else POLL_S):
+                wait_s = HUNGRY_POLL_S if hungry else POLL_S
+                for result in self._backend.poll(wait_s if self._under_way else 0.0):
                     self._receive(result)
-                self._collect_commits(block=len(self._commits) > MAX_COMMITS_WAITING)
-                self._check_error_rate(MIN_ROWS_FOR_RATE)
+                if not self._under_way:
+                    self._wait_for_work(wait_s)
+                self._count(self._commits.collect())
+                self._check_error_rate(self._min_rows_for_rate)
                 self._show()
         finally:
             self._feeder.stop()
-            self._collect_commits(block=True)
-            self._writing.shutdown()
+            try:
+                while self._commits.pending:
+                    self._count(self._commits.collect(wait=True))
+            finally:
+                self._count(self._commits.close())
             self._look(last=True)
         self._check_error_rate(1)
         self._show(force=True)
@@ -143,11 +143,30 @@ class Runner:
         """Hand over as many rows as the backend would take; whether it would have taken more."""
         room = self._backend.wanted()
         self._look_ahead(room)
+        if self._gathering(room):
+            return True
         items = self._ahead.take(room)
         if items:
             self._observer.sent(items)
             self._backend.submit(items)
         return len(items) < room and not self._feeder.exhausted
+
+    def _gathering(self, room: int) -> bool:
+        """Whether the few rows that wait should wait for more."""
+        few = 0 < len(self._ahead) < room
+        if not few or self._held is not None or self._feeder.exhausted:
+            self._gathered_since = None
+            return False
+        if self._gathered_since is None:
+            self._gathered_since = self._clock()
+        return self._clock() - self._gathered_since < GATHER_S
+
+    def _wait_for_work(self, timeout_s: float) -> None:
+        """With nothing under way, the next step is a row that is read or a part that is written."""
+        if self._held is not None or self._feeder.exhausted:
+            self._commits.wait(timeout_s)
+        else:
+            self._feeder.wait(timeout_s)
 
     def _look_ahead(self, room: int) -> None:
         """Takes rows until `room` items wait, and for the sake of their order what is left of open parts."""
@@ -159,7 +178,7 @@ class Runner:
                 if self._ending is not None:  # stopping: no new part
                     self._feeder.stop()
                     return
-                if len(self._ahead) >= room:
+                if len(self._ahead) >= room or self._commits.full:
                     self._held = fed
                     return
                 self._begin(fed)
@@ -211,26 +230,19 @@ class Runner:
         self._ended.add(outcome.counts())
         open_part.missing -= 1
         if open_part.missing == 0:
-            self._lease.check()
             del self._open[open_part.part.name]
-            self._commits.append((open_part, self._writing.submit(self._commit, open_part)))
+            self._commits.submit(open_part.part, open_part.table, open_part.outcomes, open_part.bytes)
 
-    def _commit(self, open_part: OpenPart) -> Counts:
-        table, counts = self._writer.table(open_part.table, open_part.outcomes)
-        self._ledger.commit(open_part.part, self._writer.serialiser(open_part.part, table, counts))
-        return counts
-
-    def _collect_commits(self, *, block: bool) -> None:
-        while self._commits and (block or self._commits[0][1].done()):
-            open_part, future = self._commits.popleft()
-            self.counts.add(future.result())
+    def _count(self, committed: list[Committed]) -> None:
+        for part in committed:
+            self.counts.add(part.counts)
             self.parts += 1
-            self._feeder.hold(-open_part.bytes)
+            self._feeder.hold(-part.size)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _finished(self) -> bool:
-        return self._feeder.exhausted and self._held is None and not self._open and not self._commits
+        return self._feeder.exhausted and self._held is None and not self._open and not self._commits.pending
 
     def _check_ending(self) -> None:
         if self._ending is not None:

@@ -1,15 +1,18 @@
 """A directory on any pyarrow file system, with writes that are there whole or not at all.
 
-Knows: paths, temporary names, fsync, rename. Does not know: parts, manifests, tables.
+Knows: paths, temporary names, fsync, rename, uploads. Does not know: parts, manifests, tables.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 import pyarrow as pa
@@ -19,6 +22,15 @@ from deepinfer_ray.errors import ConfigError, OutputError
 
 TEMPORARY = "_deepinfer/tmp"
 """Where half-written files live: on the file system of the output, so that a rename is atomic."""
+
+SPOOL_BYTES = 64 << 20
+"""What is to be uploaded stays in memory up to this size, beyond it on the local disk."""
+
+COPY_BYTES = 64 << 20
+"""One piece up to this size: a file system that uploads in pieces then has but one."""
+
+PUT_DELAYS_S = (0.5, 2.0, 8.0)
+"""Waits between the tries of an upload."""
 
 
 def resolve(location: str) -> tuple[pafs.FileSystem, str]:
@@ -61,10 +73,12 @@ def output_errors(what: str) -> Iterator[None]:
 
 
 class Store:
-    """Files under one root. Relative names use `/`."""
+    """Files under one root. Relative names use `/`. sleep: waits before a failed upload is tried again."""
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.location = location
+        self._sleep = sleep
+        self._made: set[str] = set()
         self.filesystem, self.root = resolve(location)
         self.local = isinstance(self.filesystem, pafs.LocalFileSystem)
 
@@ -78,6 +92,13 @@ class Store:
             if info.type == pafs.FileType.File:
                 raise ConfigError(f"the output {self.location} is a file; give a directory")
             self.filesystem.create_dir(self.path(TEMPORARY), recursive=True)
+
+    def make_folder(self, folder: str) -> None:
+        """Create a folder whose parent is there, once. Raises `OutputError`."""
+        if folder not in self._made:
+            with output_errors(self.path(folder)):
+                self.filesystem.create_dir(self.path(folder), recursive=False)
+            self._made.add(folder)
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the files directly in `folder`, sorted; empty when there is no such folder."""
@@ -106,12 +127,14 @@ class Store:
         """Create or replace `name` by what `fill(file)` writes; readers see the old content or the new.
 
         Local: temporary file, fsync, rename, fsync of the directory, so a power cut cannot show half a file.
-        Elsewhere: one upload, which object stores show only when it is complete. Raises `OutputError`.
+        Elsewhere: one upload of what is complete already, which object stores show only when all of it is
+        there; tried a few times, and its size is looked up. Raises `OutputError`.
         """
         with output_errors(self.path(name)):
             if not self.local:
-                with self.filesystem.open_output_stream(self.path(name)) as file:
-                    fill(file)
+                with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as whole:
+                    fill(whole)
+                    self._put(name, whole)
                 return
             temporary = self.path(f"{TEMPORARY}/{name.replace('/', '-')}.{uuid.uuid4().hex[:8]}")
             try:
@@ -126,14 +149,35 @@ class Store:
                 raise
             _sync_directory(os.path.dirname(self.path(name)))
 
+    def _put(self, name: str, whole: IO[bytes]) -> None:
+        """Upload all of `whole`. What is left of a failed upload is removed: nobody must see half of it."""
+        size, before = whole.tell(), self._size(name)
+        delays = iter(PUT_DELAYS_S)
+        while True:
+            try:
+                whole.seek(0)
+                with self.filesystem.open_output_stream(self.path(name)) as file:
+                    shutil.copyfileobj(whole, file, COPY_BYTES)
+                there = self._size(name)
+                if there == size:
+                    return
+                raise OSError(f"{size} bytes were sent, {there} are there")
+            except (OSError, pa.ArrowException):
+                with contextlib.suppress(OSError, pa.ArrowException):
+                    if self._size(name) not in (None, size, before):
+                        self.filesystem.delete_file(self.path(name))
+                delay = next(delays, None)
+                if delay is None:
+                    raise
+                self._sleep(delay)
+
+    def _size(self, name: str) -> int | None:
+        info = self.filesystem.get_file_info(self.path(name))
+        return info.size if info.type == pafs.FileType.File else None
+
     def create(self, name: str, data: bytes) -> bool:
-        """Create `name`; False when it exists already (decided by the file system where that is local)."""
+        """Create `name` on a local file system, which decides between several that try; False: it exists."""
         with output_errors(self.path(name)):
-            if not self.local:
-                if self.read(name) is not None:
-                    return False
-                self.write(name, lambda file: file.write(data))
-                return True
             try:
                 handle = os.open(self.path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             except FileExistsError:

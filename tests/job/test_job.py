@@ -245,6 +245,51 @@ def test_too_many_errors_stop_the_job(job, write_rows, tmp_path):
     assert outcome.summary.counts.error_codes == Counter(null_prompt=500)
 
 
+def test_few_rows_are_no_sample_until_the_job_ends(job, write_rows, tmp_path):
+    prompts = [None] * 4 + [f"p{i}" for i in range(296)]
+    path = write_rows(tmp_path / "in.parquet", {"prompt": prompts})
+    sets = ["job.rows_per_part=10"]
+    assert job(input=path, max_error_rate=0.05, sets=sets).exit_code == 0
+    sets += ["job.min_rows_for_error_rate=10"]  # and the first ten rows are worse than all of them
+    stub = StubBackend(capacity=8)
+    outcome = job(input=path, output=str(tmp_path / "strict"), max_error_rate=0.05, sets=sets, stub=stub)
+    assert outcome.exit_code == 3
+    assert outcome.summary.rows_left > 200
+    path = write_rows(tmp_path / "few.parquet", {"prompt": [None, "a", "b"]})
+    outcome = job(input=path, output=str(tmp_path / "few"), max_error_rate=0.1)
+    assert (outcome.exit_code, outcome.summary.rows_left) == (3, 0)
+
+
+def test_failed_rows_are_listed_without_their_prompts(job, write_rows, tmp_path):
+    secret = "a secret of 6"  # with BOS 14 ids, which the stub fails
+    table = {"prompt": ["fine", None, secret, "x" * 500], "id": ["a", "b", "ü", "d"]}
+    path = write_rows(tmp_path / "in.parquet", table)
+    options = {"input": path, "id_column": "id", "max_model_len": 100, "output_prefix": "o_"}
+    job(**options, stub=StubBackend(fail="out_of_blocks"), sets=["job.rows_per_part=2"])
+    files = sorted((tmp_path / "out/_deepinfer/quarantine").iterdir())
+    assert [file.name for file in files] == ["part-000000-0000.jsonl", "part-000000-0001.jsonl"]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert [(line["row_id"], line["error_code"]) for line in lines] == [
+        ("b", "null_prompt"),
+        ("ü", "out_of_blocks"),
+        ("d", "prompt_too_long"),
+    ]
+    assert set(lines[0]) == {"row_id", "error_code", "error"}
+    assert lines[1]["error"] == "this row does not fit"
+    assert "secret" not in "".join(file.read_text() for file in files)
+    job(**options, retry_errors=True)
+    (left,) = files[1].read_text().splitlines()
+    assert json.loads(left)["row_id"] == "d"
+
+
+def test_a_part_without_failures_leaves_quarantine(job, write_rows, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["sixsix"]})
+    job(input=path, stub=StubBackend(fail="out_of_blocks"))
+    assert len(list((tmp_path / "out/_deepinfer/quarantine").iterdir())) == 1
+    job(input=path, retry_errors=True)
+    assert not list((tmp_path / "out/_deepinfer/quarantine").iterdir())
+
+
 def test_dead_fleet_keeps_what_is_committed(job, write_rows, read_output, tmp_path):
     path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) for i in range(600)]})
     outcome = job(input=path, stub=StubBackend(die_after=300), sets=["job.rows_per_part=32"])

@@ -42,6 +42,26 @@ def test_longer_common_beginnings_are_neighbours() -> None:
     assert {frozenset(order[:2]), frozenset(order[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
 
 
+def test_the_longest_go_first_turn_by_turn() -> None:
+    """A long row that comes late waits for those before it, a short one for the longer ones of its turn."""
+    window = PrefixWindow()
+    window.push(
+        [item(0, 1, length=150), item(1, 2, length=400), item(2, 1, length=300), item(3, 3, length=350)]
+    )
+    first = keys(window.take(1))
+    window.push([item(4, 4, length=130), item(5, 5, length=900)])
+    rest = keys(window.take(5))
+    assert first + rest[:3] in ([1, 3, 0, 2], [1, 3, 2, 0])
+    assert rest[3:] == [5, 4]
+
+
+def test_max_tokens_counts_as_length() -> None:
+    window = PrefixWindow()
+    long = WorkItem(1, np.full(10, 7, np.int32), SamplingParams(max_tokens=5000), seed=0)
+    window.push([item(0, 1), long])
+    assert keys(window.take(2)) == [1, 0]
+
+
 def test_equal_prompts_keep_their_order() -> None:
     window = PrefixWindow()
     window.push([item(key, 1) for key in range(5)])
