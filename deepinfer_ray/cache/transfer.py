@@ -64,7 +64,7 @@ class Staging:
         _pack(slot.buffer.numpy(), arrays, sizes)
         target = self._target(words)
         target.copy_(slot.buffer[:words], non_blocking=True)
-        slot.ready.record()
+        slot.ready.record(torch.cuda.current_stream(self.device))
         self._ring.append(slot)
         return _unpack(target, arrays, sizes)
 

@@ -6,6 +6,7 @@ not know: other ranks, Ray, requests. Everything that can be refused is refused 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,9 @@ class RankParts:
 
 def pick_device(name: str) -> torch.device:
     """`auto` (or an empty name) = CUDA where there is one. `ConfigError` if the device is not there."""
+    # Read when CUDA starts: an eager decode step launches more kernels than the default queue holds, and a
+    # full queue makes the host wait.
+    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     if name in ("auto", ""):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -112,6 +116,8 @@ def build_engine(
     parts = prepare(model_dir, config or EngineConfig(), device)
     if parts.device.type == "cpu":
         capacity_of(parts)  # an impossible budget fails here, not after minutes of loading
+    elif parts.device.index is not None:
+        torch.cuda.set_device(parts.device)
     bound = -(-(parts.config.max_model_len + POSITION_SLACK) // POSITION_SLACK) * POSITION_SLACK
     with Checkpoint.open(model_dir) as checkpoint:
         model = load_text_model(

@@ -30,7 +30,7 @@ class HostCopy:
             for name, part in zip(names, parts, strict=True)
         }
         self._event = torch.cuda.Event()
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(packed.device))
 
     def wait(self) -> dict[str, np.ndarray]:
         """The one place where the host waits for the device (spec/engine.md §7.2, step 3)."""

@@ -45,7 +45,8 @@ class Event:
     def __init__(self) -> None:
         self.done = False
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda"
         self.done = False
 
     def query(self) -> bool:
@@ -61,6 +62,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Staging:
         return empty(*shape, **more)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch, "empty", unpinned)
     staging = Staging("cpu", fixed=True)
     staging.device = torch.device("cuda")  # takes the other branch; the device's buffer is replaced

@@ -26,17 +26,22 @@ KINDS: list[dict[str, Any]] = [
 LENGTHS = (1, 2, 17, 40, 63, 90, 126, 128, 5, 200, 33)
 
 
-def run(engine: Engine, kinds: list[dict[str, Any]] = KINDS, head: int = 0) -> list[Any]:
+def run(
+    engine: Engine,
+    kinds: list[dict[str, Any]] = KINDS,
+    head: int = 0,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> list[Any]:
     """Everything of every result, in request order. head: tokens that all prompts begin with."""
     random = np.random.default_rng(11)
     shared = random.integers(3, 509, head)
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         params = SamplingParams(max_tokens=int(random.integers(4, 20)), **kinds[number % len(kinds)])
         prompt = np.concatenate([shared, random.integers(3, 509, length)])[:200]
         engine.add(Request(prompt.astype(np.int32), params, seed=number))
     results = sorted(engine.run(), key=lambda result: result.request_id)
     engine.check_integrity()
-    assert [result.error for result in results] == [None] * len(LENGTHS)
+    assert [result.error for result in results] == [None] * len(lengths)
     return [
         (
             result.token_ids.tolist(),
@@ -64,6 +69,22 @@ def test_overlapped_equals_plain(
     overlapped = run(rank.engine(zos=True, **settings))
     assert overlapped == plain
     assert sum(len(result[0]) for result in plain) > 40
+
+
+@pytest.mark.parametrize("max_seqs", [40, 64])
+@pytest.mark.parametrize("mode", ["exact", "released"])
+def test_overlapped_equals_plain_in_a_large_batch(
+    rank_of: Callable[..., Any], mode: str, max_seqs: int
+) -> None:
+    """Sequences end and begin all the time, and the two loops never run the same batches."""
+    lengths = tuple(np.random.default_rng(5).integers(1, 120, 90).tolist())
+    rank = rank_of("tinyB", mode)
+    settings = {"max_seqs": max_seqs, "num_blocks": 200, "prefill_all_interval": 3}
+    plain = run(rank.engine(zos=False, **settings), lengths=lengths)
+    overlapped = run(rank.engine(zos=True, **settings), lengths=lengths)
+    different = [number for number, (a, b) in enumerate(zip(plain, overlapped, strict=True)) if a != b]
+    assert not different
+    assert len(plain) == 90
 
 
 @pytest.mark.parametrize("mode", ["exact", "released"])

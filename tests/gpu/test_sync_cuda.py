@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,10 +91,16 @@ def test_a_step_that_reads_the_device_is_caught(rank_of: Callable[..., Any]) -> 
             assert meta.positions.max().item() >= 0
             return rank.model.forward(meta, pools)
 
+    request = Request(np.arange(3, 20, dtype=np.int32), SamplingParams(max_tokens=4), seed=0)
     engine = rank.engine(model=Reading())
-    engine.add(Request(np.arange(3, 20, dtype=np.int32), SamplingParams(max_tokens=4), seed=0))
+    engine.add(request)
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         engine.run()
+    debug = rank.parts.config.debug.model_copy(update={"disable_sync_guard": True})
+    config = rank.parts.config.model_copy(update={"debug": debug})
+    switched_off = replace(rank, parts=replace(rank.parts, config=config)).engine(model=Reading())
+    switched_off.add(request)
+    assert [result.error for result in switched_off.run()] == [None]
 
 
 def sleeping_cycles(seconds: float) -> int:
