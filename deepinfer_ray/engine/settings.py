@@ -17,6 +17,8 @@ NO_LIMIT = 2**30
 BLOCK_TOKENS = 128
 PREFILL_WATERMARK = 0.90
 """No prefill is wanted above this fraction of used blocks (spec/engine.md §3.2)."""
+PARITY_INTERVALS = (70, 100)
+"""Decode steps between ALL and between ANY votes in the recorded traces (spec/engine.md §3.2)."""
 HEADROOM = 0.8
 """One sequence of maximal length must fit in this fraction of the pool (spec/engine.md §10.3)."""
 
@@ -45,8 +47,8 @@ class SchedulerSettings:
     chunked_prefill: bool = True
     min_chunk_tokens: int = 0
     prefill_max_sum_k: int = NO_LIMIT
-    prefill_all_interval: int = 70
-    prefill_any_interval: int = 100
+    prefill_all_interval: int = 16
+    prefill_any_interval: int = 16
     zos: bool | None = None
     """Overlapped loop; None: on unless the role is `prompt`."""
     idle_fast_path: bool = True
@@ -206,7 +208,13 @@ class SchedulerSettings:
 
     def parity(self) -> SchedulerSettings:
         """The same settings with every switch set to the behaviour of the recorded traces."""
-        return replace(self, idle_fast_path=False, strict_block_headroom=True)
+        return replace(
+            self,
+            idle_fast_path=False,
+            strict_block_headroom=True,
+            prefill_all_interval=PARITY_INTERVALS[0],
+            prefill_any_interval=PARITY_INTERVALS[1],
+        )
 
     @classmethod
     def of(

@@ -44,7 +44,7 @@ def test_precedence_is_flags_then_set_then_environment_then_yaml_then_default(tm
     assert config.scheduler.max_seqs == 6
     assert config.scheduler.prefill_all_interval == 4
     assert config.scheduler.min_chunk_tokens == 2
-    assert config.scheduler.prefill_any_interval == 100
+    assert config.scheduler.prefill_any_interval == 16
     assert config.cache.graph_reserve_bytes == 2
 
 

@@ -185,13 +185,16 @@ def test_no_blocks_left() -> None:
         agree_num_blocks(SingleRank(), 1)
 
 
+RECORDED = {"prefill_all_interval": 70, "prefill_any_interval": 100}
+"""The intervals of the recorded traces."""
+
 # -- in a scheduler ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fast", "waited"), [(True, 0), (False, 69)])
 def test_late_request_on_an_idle_engine(fast: bool, waited: int) -> None:
     """Parity spins placeholders until the next point; the fast path admits at once."""
-    loop = Loop(create_scheduler(idle_fast_path=fast))
+    loop = Loop(create_scheduler(idle_fast_path=fast, **RECORDED))
     loop.add(10, 1)
     assert loop.turn().plan.is_prompt
     assert not loop.turn().plan.is_prompt
@@ -207,7 +210,9 @@ def test_late_request_on_an_idle_engine(fast: bool, waited: int) -> None:
 @pytest.mark.parametrize("fast", [True, False])
 def test_running_work_keeps_its_decode_steps(fast: bool) -> None:
     """A rank that decodes is interrupted at points only: right behind a prompt step, then after 70."""
-    loop = Loop(create_scheduler(max_model_len=2048, max_batched_tokens=2048, idle_fast_path=fast))
+    loop = Loop(
+        create_scheduler(max_model_len=2048, max_batched_tokens=2048, idle_fast_path=fast, **RECORDED)
+    )
     loop.add(10, 2000)
     assert loop.turn().plan.is_prompt
     loop.add(10, 1)
@@ -221,7 +226,7 @@ def test_running_work_keeps_its_decode_steps(fast: bool) -> None:
 @pytest.mark.parametrize(("fast", "first_prompt"), [(True, 0), (False, 100)])
 def test_work_on_one_of_two_ranks(fast: bool, first_prompt: int) -> None:
     def work(group: VoteGroup, rank: int) -> list[tuple[bool, int]]:
-        loop = Loop(create_scheduler(votes=group, idle_fast_path=fast))
+        loop = Loop(create_scheduler(votes=group, idle_fast_path=fast, **RECORDED))
         if rank == 0:
             loop.add(30, 2)
         steps = []

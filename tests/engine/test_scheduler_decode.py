@@ -387,7 +387,8 @@ def test_a_released_row_is_not_reused_before_the_late_commit() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 def test_finished_sequences_leave_their_seats(fast: bool) -> None:
     """Parity: only a decode step reaps, so one-token requests idle until the next point (D5)."""
-    loop = Loop(create_scheduler(max_seqs=2, max_batched_tokens=128, idle_fast_path=fast))
+    votes = {"prefill_all_interval": 70, "prefill_any_interval": 100}
+    loop = Loop(create_scheduler(max_seqs=2, max_batched_tokens=128, idle_fast_path=fast, **votes))
     for _ in range(6):
         loop.add(128, max_tokens=1)
     loop.run()

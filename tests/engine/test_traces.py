@@ -14,7 +14,12 @@ import pytest
 from deepinfer_ray.engine.phase_vote import InProcessGroup
 from deepinfer_ray.engine.simulation import Loop, Turn, create_scheduler, fixed_acceptance
 
-PARITY: dict[str, Any] = {"idle_fast_path": False, "strict_block_headroom": True}
+PARITY: dict[str, Any] = {
+    "idle_fast_path": False,
+    "strict_block_headroom": True,
+    "prefill_all_interval": 70,
+    "prefill_any_interval": 100,
+}
 
 
 class Trace:
