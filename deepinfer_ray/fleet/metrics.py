@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
@@ -185,18 +186,24 @@ def rank_counters(pulse: Mapping[str, Any]) -> dict[tuple[str, tuple[tuple[str, 
 
 
 class JobMetrics:
-    """Feeds the driver's metrics. All numbers are totals of this run."""
+    """Feeds the driver's metrics. All numbers are totals of this run.
+
+    They are set up at the first number: by then the driver is part of its cluster.
+    """
 
     def __init__(self) -> None:
-        self._metrics = metric_set(JOB_METRICS, {})
         self._before: dict[tuple[str, str], float] = {}
+
+    @cached_property
+    def metrics(self) -> MetricSet | None:
+        return metric_set(JOB_METRICS, {})
 
     def row(self, seconds: float, prompt_tokens: int, completion_tokens: int) -> None:
         """One result came."""
-        if self._metrics is not None:
-            self._metrics.observe("row_seconds", seconds)
-            self._metrics.observe("row_prompt_tokens", prompt_tokens)
-            self._metrics.observe("row_completion_tokens", completion_tokens)
+        if self.metrics is not None:
+            self.metrics.observe("row_seconds", seconds)
+            self.metrics.observe("row_prompt_tokens", prompt_tokens)
+            self.metrics.observe("row_completion_tokens", completion_tokens)
 
     def update(
         self,
@@ -209,19 +216,19 @@ class JobMetrics:
         in_flight: int,
         ranks_up: int,
     ) -> None:
-        if self._metrics is None:
+        metrics = self.metrics
+        if metrics is None:
             return
-        self._metrics.set("rows_left", rows_left)
-        self._metrics.set("rows_in_flight", in_flight)
-        self._metrics.set("ranks_up", ranks_up)
-        self._grow("rows", ok, "outcome", "ok")
-        self._grow("rows", sum(error_codes.values()), "outcome", "error")
+        metrics.set("rows_left", rows_left)
+        metrics.set("rows_in_flight", in_flight)
+        metrics.set("ranks_up", ranks_up)
+        self._grow(metrics, "rows", ok, "outcome", "ok")
+        self._grow(metrics, "rows", sum(error_codes.values()), "outcome", "error")
         for code, count in error_codes.items():
-            self._grow("row_errors", count, "code", code)
-        self._grow("parts", parts)
-        self._grow("rank_restarts", restarts)
+            self._grow(metrics, "row_errors", count, "code", code)
+        self._grow(metrics, "parts", parts)
+        self._grow(metrics, "rank_restarts", restarts)
 
-    def _grow(self, name: str, total: float, key: str = "", value: str = "") -> None:
-        assert self._metrics is not None
-        self._metrics.add(name, total - self._before.get((name, value), 0), **({key: value} if key else {}))
+    def _grow(self, metrics: MetricSet, name: str, total: float, key: str = "", value: str = "") -> None:
+        metrics.add(name, total - self._before.get((name, value), 0), **({key: value} if key else {}))
         self._before[name, value] = total

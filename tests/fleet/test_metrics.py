@@ -108,7 +108,7 @@ def test_counters_of_a_rank_grow_by_the_difference() -> None:
 @pytest.mark.usefixtures("recorded")
 def test_metrics_of_the_driver() -> None:
     driver = JobMetrics()
-    sink: Any = driver._metrics
+    sink: Any = driver.metrics
     state = {"rows_left": 5, "restarts": 0, "in_flight": 3, "ranks_up": 2}
     driver.update(ok=10, error_codes={"empty_prompt": 2}, parts=1, **state)
     driver.update(ok=12, error_codes={"empty_prompt": 2, "internal": 1}, parts=3, **{**state, "restarts": 1})
