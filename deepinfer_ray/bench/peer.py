@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def _our_seconds(llm: LLM, prompts: np.ndarray) -> float:
     return seconds
 
 
-def run(repetitions: int = 3, numerics: str = "released") -> list[dict[str, Any]]:
+def run(repetitions: int = 3, numerics: Literal["exact", "released"] = "released") -> list[dict[str, Any]]:
     """Rows `{"batch", "ours_tokens_per_second", "peer_tokens_per_second", "ratio"}` for batch 1, 8 and 16."""
     from deepinfer_ray.model.synthetic import make_checkpoint
 
