@@ -17,12 +17,13 @@ from deepinfer_ray.cache.metadata import StepMetadata
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.config.hf import LayerSpec, ModelConfig
 from deepinfer_ray.model.block import Block
+from deepinfer_ray.model.drafter import DraftBlock, Drafter, DraftRequest
 from deepinfer_ray.model.head import Head
 from deepinfer_ray.model.step import build_context
 from deepinfer_ray.model.yoco import run_layers
 from deepinfer_ray.ops import native
 from deepinfer_ray.ops.engram import EngramHash
-from deepinfer_ray.ops.hyper_connections import collapse
+from deepinfer_ray.ops.hyper_connections import rounded_collapse
 from deepinfer_ray.ops.linear import round_up
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.ops.rope import RopeTable, inverse_frequencies, yarn_frequencies
@@ -59,6 +60,8 @@ class TextModel(nn.Module):
         )
         self.head = Head(text, numerics)
         self.engram_store: EngramStore | None = None
+        self.drafter: Drafter | None = None
+        """Set by the loader when drafts are wanted."""
         self._tables: tuple[RopeTable, RopeTable] | None = None
         self._hash: EngramHash | None = None
 
@@ -90,6 +93,8 @@ class TextModel(nn.Module):
             RopeTable(compressed, self.max_positions, device),
         )
         self._hash = EngramHash(self.config.engram, device) if text.has_engram else None
+        if self.drafter is not None:
+            self.drafter.prepare(self._tables[0])
 
     def forward(
         self,
@@ -115,14 +120,19 @@ class TextModel(nn.Module):
         a_Tm[:, 0] = 1.0
         ctx.note("layers.0.h_in", x_TmD)
         rows = self.engram_rows(meta)
-        taps: list[torch.Tensor] | None = [] if with_taps else None
+        drafter = self.drafter if self.drafter is not None and self.drafter.has_rings(pools) else None
+        taps: list[torch.Tensor] | None = [] if with_taps or drafter is not None else None
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         border = self.config.topology.n_prefill_layer
         x_TmD, a_Tm = run_layers(blocks[:border], x_TmD, a_Tm, rows, ctx, taps)
         x_TmD, a_Tm = run_layers(blocks[border:], x_TmD, a_Tm, rows, ctx, taps)
-        h_TD = self.numerics.b(collapse(a_Tm, x_TmD))
+        h_TD = rounded_collapse(a_Tm, x_TmD, self.numerics)
         ctx.note("final_hidden", h_TD)
-        return ModelOutput(self.head.normed(h_TD), torch.cat(taps, dim=-1) if taps else None)
+        features = torch.cat(taps, dim=-1) if taps else None
+        if drafter is not None and features is not None:
+            plain = (ctx.plain[0].squeeze(1), ctx.plain[1].squeeze(1))
+            drafter.write_context(features, plain, ctx.window_store, pools)
+        return ModelOutput(self.head.normed(h_TD), features if with_taps else None)
 
     def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
         """float32 [T, D]; ids outside the vocabulary give zero rows."""
@@ -143,3 +153,27 @@ class TextModel(nn.Module):
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """float32 [N, V] of hidden rows (after the final norm)."""
         return self.head.logits(hidden_ND)
+
+    # -- drafts -----------------------------------------------------------------------------------------
+
+    def draft_block(
+        self,
+        request: DraftRequest,
+        pools: CachePools,
+        drafts: int,
+        capture: dict[str, torch.Tensor] | None = None,
+    ) -> DraftBlock:
+        """One block of `drafts` proposals for every sequence, their tokens not chosen yet."""
+        assert self.drafter is not None, "the model was loaded without its drafter"
+        x_TD = self.embed_tokens(self.drafter.input_ids(request.tokens, drafts))
+        h_TD = self.drafter(x_TD, request, pools, capture)
+        logits_TV = self.head.logits(self.drafter.normed(h_TD))
+        shape = (request.tokens.shape[0], drafts, -1)
+        return DraftBlock(h_TD.view(shape), logits_TV.view(shape))
+
+    def draft_step(
+        self, block: DraftBlock, place: int, previous_n: torch.Tensor, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits float32 [n, V], confidence logit float32 [n]) of draft `place`; see `Drafter.step`."""
+        assert self.drafter is not None, "the model was loaded without its drafter"
+        return self.drafter.step(block, place, previous_n, temperature)

@@ -3,7 +3,7 @@
 Knows: which stored tensors make up which fused parameter, how much memory dequantized experts may take.
 Does not know: files and byte ranges (`model/checkpoint.py`), what the modules compute.
 The model is built on the meta device, so nothing is allocated twice; each parameter replaces its meta twin as
-soon as its stored pieces are read. Drafter and vision tensors are validated by the checkpoint and not read.
+soon as its stored pieces are read. The drafter's tensors are read when it is wanted; vision tensors are not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from deepinfer_ray.errors import CheckpointError, ConfigError
 from deepinfer_ray.model.attention import Attention
 from deepinfer_ray.model.block import Block
 from deepinfer_ray.model.checkpoint import Checkpoint
+from deepinfer_ray.model.drafter import Drafter, DraftLayer
 from deepinfer_ray.model.engram import Engram
 from deepinfer_ray.model.hyper_connections import HyperConnection, spread_scale
 from deepinfer_ray.model.moe import MoE, PackedExperts, StackedExperts
@@ -175,6 +176,19 @@ def _load_block(block: Block, source: _Source, prefix: str, m: int, stacked: boo
         _load_engram(block.engram, source, f"{prefix}.engram")
 
 
+def _load_drafter(drafter: Drafter, source: _Source, m: int, stacked: bool) -> None:
+    layers = [layer for layer in drafter.layers if isinstance(layer, DraftLayer)]
+    last = f"mtp.{len(layers) - 1}"
+    put(drafter, "main_proj", source.fp8("mtp.0.main_proj"))
+    put(drafter, "main_norm", source.plain("mtp.0.main_norm.weight"))
+    for place, layer in enumerate(layers):
+        _load_block(layer, source, f"mtp.{place}", m, stacked)
+    put(drafter, "norm", source.plain(f"{last}.norm.weight"))
+    put(drafter, "markov_embed", source.checkpoint.read(f"{last}.markov_head.embed.weight").to(source.device))
+    put(drafter, "markov_head", source.plain(f"{last}.markov_head.head.weight"))
+    put(drafter, "confidence", source.plain(f"{last}.confidence_head.proj.weight").view(-1))
+
+
 def load_engram_store(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> LocalEngramStore:
     """All rows of all Engram tables, as stored bytes."""
     plan = checkpoint.config.engram
@@ -188,11 +202,15 @@ def load_engram_store(checkpoint: Checkpoint, device: torch.device | str = "cpu"
     )
 
 
-def dequantized_expert_bytes(config: ModelConfig, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of all routed experts of the backbone in the dtype of products."""
-    text = config.text
+def dequantized_expert_bytes(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, *, drafter: bool = False
+) -> int:
+    """Bytes of all routed experts of the backbone, with `drafter` of the draft layers too, in the dtype of
+    products."""
+    text, topology = config.text, config.topology
     per_expert = 3 * text.hidden_size * text.moe_intermediate_size * dtype.itemsize
-    return sum(layer.num_experts * per_expert for layer in config.topology.backbone)
+    layers = topology.layers if drafter else topology.backbone
+    return sum(layer.num_experts * per_expert for layer in layers)
 
 
 def load_text_model(
@@ -205,8 +223,9 @@ def load_text_model(
     device: torch.device | str = "cpu",
     dequant_budget_bytes: int = DEQUANT_BUDGET_BYTES,
     products: torch.dtype | None = None,
+    drafter: bool = False,
 ) -> TextModel:
-    """The backbone of a checkpoint, ready to run.
+    """The backbone of a checkpoint, ready to run, with `drafter` its draft layers too.
 
     config: overrides the checkpoint's (same shapes; e.g. another `index_topk`). max_positions: see
     `TextModel`. dequant_budget_bytes: bytes that dequantized routed experts may take; beyond it each layer keeps
@@ -217,7 +236,9 @@ def load_text_model(
     source = _Source(checkpoint, backend, device, products or product_dtype(numerics, device))
     with torch.device("meta"):
         model = TextModel(config, numerics, max_positions)
-    stacked = dequantized_expert_bytes(config, source.products) <= dequant_budget_bytes
+        if drafter:
+            model.drafter = Drafter(config, numerics)
+    stacked = dequantized_expert_bytes(config, source.products, drafter=drafter) <= dequant_budget_bytes
     with checkpoint.loading(), torch.no_grad():
         embed = checkpoint.read("embed.weight")
         put(model, "embed", embed.to(device))
@@ -226,6 +247,8 @@ def load_text_model(
         for block in model.blocks:
             assert isinstance(block, Block)
             _load_block(block, source, f"layers.{block.layer.index}", config.text.hc_mult, stacked)
+        if model.drafter is not None:
+            _load_drafter(model.drafter, source, config.text.hc_mult, stacked)
         if config.text.has_engram:
             model.engram_store = load_engram_store(checkpoint, device)
     left = [name for name, value in model.named_parameters() if value.is_meta]
