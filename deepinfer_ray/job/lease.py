@@ -38,6 +38,10 @@ LOCAL_SETTLE_S = 0.1
 """The same on a local file system, where only a takeover can meet another one."""
 
 
+_held: set[str] = set()
+"""Ids of the leases that this process holds."""
+
+
 class Lease:
     """Held from `acquire` to `release`; a thread renews it in between.
 
@@ -59,7 +63,7 @@ class Lease:
         self._expiry_s = expiry_s
         self._heartbeat_s = heartbeat_s
         self._clock, self._monotonic, self._sleep = clock, monotonic, sleep
-        self._owner = {
+        self._owner: dict[str, Any] = {
             "id": uuid.uuid4().hex,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -75,14 +79,16 @@ class Lease:
     def acquire(self) -> None:
         """Take the lease. Raises `ConfigError` naming the other driver when it is held."""
         for _ in range(3):
+            began = self._monotonic()
             holder = self._read()
             if holder is not None and self._alive(holder):
                 self._refuse(holder)
-            if self._claim(free=holder is None):
+            if self._claim(began, free=holder is None):
                 break
         else:
             raise ConfigError(f"cannot take the lease of {self._store.location}: another driver was faster")
         self._renewed = self._monotonic()
+        _held.add(self._owner["id"])
         self._thread = threading.Thread(target=self._renew_forever, name="lease", daemon=True)
         self._thread.start()
 
@@ -102,15 +108,18 @@ class Lease:
     def release(self) -> None:
         """Stop renewing and remove the file if it is still ours."""
         self._stop.set()
+        _held.discard(self._owner["id"])
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(OSError, DeepInferError):
             if self._is_ours(self._read()):
                 self._store.take(LEASE)
 
-    def _claim(self, *, free: bool) -> bool:
-        """Write our name over nothing (free) or over an expired lease; whether it is still there later."""
-        began = self._monotonic()
+    def _claim(self, began: float, *, free: bool) -> bool:
+        """Write our name over nothing (free) or over an expired lease; whether it is still there later.
+
+        began: when we looked; others may be as slow as we were.
+        """
         if self._store.local:
             if not free:
                 self._store.take(LEASE)
@@ -166,6 +175,8 @@ class Lease:
         started = holder.get("process_started")
         here = all(holder.get(name) == self._owner[name] for name in ("host", "pid_namespace"))
         if here and started is not None:
+            if holder.get("pid") == self._owner["pid"] and started == self._owner["process_started"]:
+                return holder.get("id") in _held  # else a job of this process that could not remove it
             return _process_start(int(holder.get("pid", -1))) == started
         if self._clock() - float(holder.get("heartbeat", 0)) <= self._expiry_s:
             return True

@@ -102,6 +102,7 @@ class Runner:
         self._ahead = PrefixWindow()
         self._held: FedRow | None = None  # first row of a part that is not begun yet
         self._gathered_since: float | None = None
+        self._sent = False
         self._asked = clock()
         self._ending: Ending | None = None
         self._ended = Counts()  # rows whose result is known, committed or not
@@ -118,8 +119,8 @@ class Runner:
                 self._check_ending()
                 hungry = self._feed()
                 wait_s = HUNGRY_POLL_S if hungry else POLL_S
-                for result in self._backend.poll(wait_s if self._under_way else 0.0):
-                    self._receive(result)
+                results = self._backend.poll(wait_s if self._under_way else 0.0)
+                self._feeder.hold(sum(map(self._receive, results)))
                 if not self._under_way:
                     self._wait_for_work(wait_s)
                 self._count(self._commits.collect())
@@ -147,13 +148,14 @@ class Runner:
             return True
         items = self._ahead.take(room)
         if items:
+            self._sent = True
             self._observer.sent(items)
             self._backend.submit(items)
         return len(items) < room and not self._feeder.exhausted
 
     def _gathering(self, room: int) -> bool:
-        """Whether the few rows that wait should wait for more."""
-        few = 0 < len(self._ahead) < room
+        """Whether the few rows that wait should wait for more; the very first ones for a part of them."""
+        few = 0 < len(self._ahead) < room or (not self._sent and len(self._ahead) > 0)
         if not few or self._held is not None or self._feeder.exhausted:
             self._gathered_since = None
             return False
@@ -214,17 +216,18 @@ class Runner:
 
     # -- results out -----------------------------------------------------------------------------------------
 
-    def _receive(self, result: WorkResult) -> None:
+    def _receive(self, result: WorkResult) -> int:
+        """The bytes that it takes until its part is committed."""
         found = self._under_way.pop(result.key, None)
         if found is None:
-            return  # a second result of an item that was redone after a death
+            return 0  # a second result of an item that was redone after a death
         open_part, outcome, index = found
         self._observer.received(result, outcome.row.row_id)
         size = outcome.set(index, result.result, result.attempts)
         open_part.bytes += size
-        self._feeder.hold(size)
         if outcome.complete:
             self._row_ended(open_part, outcome)
+        return size
 
     def _row_ended(self, open_part: OpenPart, outcome: RowOutcome | KeptOutcome) -> None:
         self._ended.add(outcome.counts())

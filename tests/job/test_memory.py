@@ -6,6 +6,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from stub_backend import StubBackend
 
 ROWS, IDS_PER_ROW = 20_000, 1_000
@@ -46,3 +47,29 @@ def test_twenty_thousand_rows(job, tmp_path):
     print(f"settled {settled / MIB:.0f} MiB, later {later / MIB:.0f} MiB")
     assert len(samples) > 20
     assert later - settled < 24 * MIB, [(rows, rss // MIB) for rows, rss in samples]
+
+
+@pytest.mark.parametrize("rows", [100_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+def test_many_small_rows(job, tmp_path, rows):
+    """What is held after the first tenth of the rows is what is held at the end."""
+    path = tmp_path / "in.parquet"
+    schema = pa.schema([("prompt", pa.string())])
+    with pq.ParquetWriter(path, schema) as writer:
+        for start in range(0, rows, 10_000):
+            prompts = pa.array([f"row {row}" for row in range(start, start + 10_000)])
+            writer.write_table(pa.table([prompts], schema=schema))
+    process = psutil.Process()
+    samples = []
+
+    def sample(stub):
+        if not samples or stub.submitted - samples[-1][0] >= rows // 200:
+            samples.append((stub.submitted, process.memory_info().rss))
+
+    stub = StubBackend(capacity=512, on_poll=sample, answer=lambda item: ([70, 71], "CD", "length"))
+    outcome = job(input=path, stub=stub)
+    assert outcome.summary.counts.ok == rows
+    settled = max(rss for row, rss in samples if row < rows // 10)
+    later = max(rss for row, rss in samples if row >= rows // 10)
+    print(f"settled {settled / MIB:.0f} MiB, later {later / MIB:.0f} MiB")
+    assert len(samples) > 50
+    assert later - settled < 24 * MIB, [(row, rss // MIB) for row, rss in samples]

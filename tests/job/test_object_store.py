@@ -109,6 +109,14 @@ def test_slow_uploads_do_not_hold_up_the_ranks(job, write_rows, faults, tmp_path
     assert len(parts()) == 400
 
 
+def lost(lease):
+    try:
+        lease.check()
+    except OutputError:
+        return True
+    return False
+
+
 class TestLease:
     @pytest.fixture
     def store(self):
@@ -157,8 +165,14 @@ class TestLease:
         for thread in threads:
             thread.join()
         assert len(held) + len(refused) == 6
-        assert len(held) == 1
-        held[0].check()
+        deadline = time.monotonic() + 10
+        while (
+            len(held) > 1
+        ):  # an upload may have come after another driver had looked: the heartbeat looks again
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            held = [lease for lease in held if not lost(lease)]
+        assert held[0]._owner["id"] == self.holder(store)
         held[0].release()
 
     def test_an_upload_that_came_too_late_to_be_seen_is_seen_by_the_heartbeat(self, store):
@@ -166,10 +180,11 @@ class TestLease:
         lease.acquire()
         self.foreign(store, "late", time.time())
         deadline = time.monotonic() + 5
-        with pytest.raises(OutputError, match="is now held by process 7; this driver stops"):  # noqa: PT012
-            while time.monotonic() < deadline:
-                lease.check()
-                time.sleep(0.01)
+        while not lost(lease):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(OutputError, match="is now held by process 7; this driver stops"):
+            lease.check()
         lease.release()
         assert self.holder(store) == "late"
 
