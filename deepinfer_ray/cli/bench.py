@@ -20,6 +20,10 @@ BENCHES = {
         "deepinfer_ray.bench.policy",
         "scheduling policies of a lock-step fleet on a simulated clock (about a minute)",
     ),
+    "prefix": (
+        "deepinfer_ray.bench.prefix",
+        "prefill tokens and time of rows with common heads, reuse off and on",
+    ),
     "scheduler": ("deepinfer_ray.bench.scheduler", "host time of a decode step at 32…512 sequences"),
 }
 """name -> (module with `run() -> list[dict]`, what it measures). A module may also have
