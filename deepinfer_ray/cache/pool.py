@@ -173,8 +173,14 @@ class CachePools:
     def store_entries(self, layer: int, x_Ed: torch.Tensor, slots_E: torch.Tensor) -> None:
         """Write rotated compressed latents float32 [E, d] of KV source `layer` to entry slots [E]."""
         paged = self._main[layer]
-        data = quant.encode_record(paged.record, x_Ed, divide=self.layout.divide)
-        paged.data.view.index_copy_(0, paged.data.store_rows(slots_E), data)
+        record, view, rows = paged.record, paged.data.view, paged.data.store_rows(slots_E)
+        if record.kind == "fp4_kv" and native.ready(view):
+            codes, scales = view[:, : record.data_bytes], view[:, record.data_bytes :]
+            table = e4m3_values(view.device)
+            native.store_fp4(x_Ed, codes, rows, scales, rows, KV_GROUP, table, self.layout.divide)
+            return
+        data = quant.encode_record(record, x_Ed, divide=self.layout.divide)
+        view.index_copy_(0, rows, data)
 
     def load_entries(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """float32 [..., d] compressed latents of KV source `layer` at entry slots [...]."""
@@ -191,6 +197,10 @@ class CachePools:
     def store_index_keys(self, layer: int, x_Ed: torch.Tensor, slots_E: torch.Tensor) -> None:
         """Write index keys float32 [E, di] of index-key source `layer` to entry slots [E]."""
         paged = self._index[layer]
+        if paged.scales is not None and native.ready(paged.data.view):
+            rows, scale_rows = paged.data.store_rows(slots_E), paged.scales.store_rows(slots_E)
+            native.store_fp4(x_Ed, paged.data.view, rows, paged.scales.view, scale_rows, INDEX_GROUP, None)
+            return
         codes, scales = quant.encode(paged.record, x_Ed)
         paged.data.view.index_copy_(0, paged.data.store_rows(slots_E), codes)
         if paged.scales is not None:

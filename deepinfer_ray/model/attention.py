@@ -17,7 +17,7 @@ from deepinfer_ray.model.compressor import Compressor
 from deepinfer_ray.model.indexer import Indexer, IndexKeys
 from deepinfer_ray.model.step import Rotation, Selection, StepContext
 from deepinfer_ray.ops.attention import sparse_attention, sparse_attention_blocks
-from deepinfer_ray.ops.linear import linear, rounded_grouped_linear, rounded_linear
+from deepinfer_ray.ops.linear import linear, quantized_linear, rounded_grouped_linear
 from deepinfer_ray.ops.norm import rounded_rms_norm
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.ops.rope import rotate_tail
@@ -64,10 +64,10 @@ class Attention(nn.Module):
         if self.compressor is not None and side is not None:
             self._store_entries(side, ctx)
 
-        q_kv = rounded_linear(nx.q8(v_TD), self.wq_a_wkv, nx)
+        q_kv = quantized_linear(v_TD, self.wq_a_wkv, nx)
         q_low = rounded_rms_norm(q_kv[:, : self.q_rank], self.q_norm, self.eps, nx)
         latent = rounded_rms_norm(q_kv[:, self.q_rank :], self.kv_norm, self.eps, nx)
-        q_all = rounded_linear(nx.q8(q_low), self.wq_b, nx)
+        q_all = quantized_linear(q_low, self.wq_b, nx)
         width = self.heads * self.dim
         q_THd = q_all[:, :width].view(rows, self.heads, self.dim)
         # Queries and the window latent turn by the same angles: the latent goes along as one more head.
@@ -174,4 +174,4 @@ class Attention(nn.Module):
         if not nx.reference:
             o_THd = nx.q8(o_THd)
         z_TGO = rounded_grouped_linear(o_THd.view(rows, self.groups, -1), self.wo_a, nx)
-        return rounded_linear(nx.q8(z_TGO.reshape(rows, -1)), self.wo_b, nx)
+        return quantized_linear(z_TGO.reshape(rows, -1), self.wo_b, nx)

@@ -18,7 +18,7 @@ from deepinfer_ray.model.engram import Engram
 from deepinfer_ray.model.hyper_connections import HyperConnection
 from deepinfer_ray.model.moe import MoE
 from deepinfer_ray.model.step import StepContext
-from deepinfer_ray.ops.hyper_connections import collapse
+from deepinfer_ray.ops.hyper_connections import rounded_collapse
 from deepinfer_ray.ops.norm import rounded_rms_norm
 from deepinfer_ray.ops.numerics import Numerics
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
         return self._input(a_Tm, x_TmD, self.ffn_norm)
 
     def _input(self, a_Tm: torch.Tensor, x_TmD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        u = self.numerics.b(collapse(a_Tm, x_TmD))
+        u = rounded_collapse(a_Tm, x_TmD, self.numerics)
         return rounded_rms_norm(u, weight, self.eps, self.numerics)
 
     def forward(

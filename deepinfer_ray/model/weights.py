@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepinfer_ray.config.hf import ModelConfig
+from deepinfer_ray.config.hf import ModelConfig, Topology
 from deepinfer_ray.errors import CheckpointError, ConfigError
 from deepinfer_ray.model.attention import Attention
 from deepinfer_ray.model.block import Block
@@ -26,29 +26,39 @@ from deepinfer_ray.model.v41 import TextModel
 from deepinfer_ray.ops.formats import as_bytes, dequant_fp8_weight, dequant_mxfp4_weight
 from deepinfer_ray.ops.linear import product_dtype
 from deepinfer_ray.ops.numerics import Numerics
-from deepinfer_ray.parallel.engram_store import LocalEngramStore
+from deepinfer_ray.parallel.engram_shards import ShardedEngramStore, shard_range
+from deepinfer_ray.parallel.engram_store import EngramStore, LocalEngramStore
+from deepinfer_ray.parallel.model_ranks import ModelRanks, equal_layers
+from deepinfer_ray.parallel.rank_group import RankGroup
 
 DEQUANT_BUDGET_BYTES = 2 << 30
 """Default limit for dequantized experts; above it they stay packed and are dequantized when hit."""
-
-
-def physical_experts(num_experts: int, extra: int = 0) -> list[int]:
-    """Logical expert of each physical slot: the experts in order, then replicas (model spec §2.6)."""
-    return [
-        slot if slot < num_experts else (slot - num_experts) % num_experts
-        for slot in range(num_experts + extra)
-    ]
 
 
 class _Source:
     """Stored tensors converted for a backend (`prepare`): on CPU exact float32."""
 
     def __init__(
-        self, checkpoint: Checkpoint, backend: str, device: torch.device | str, products: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        backend: str,
+        device: torch.device | str,
+        products: torch.dtype,
+        ranks: ModelRanks,
+        topology: Topology,
     ) -> None:
         if backend != "cpu":
             raise ConfigError(f"backend {backend!r} has no weight preparation; known backends: cpu")
-        self.checkpoint, self.device, self.products = checkpoint, device, products
+        self.checkpoint, self.device, self.products, self.ranks = checkpoint, device, products, ranks
+        self.local_experts: list[list[int]] = []
+        """By layer: the logical expert of each slot of this rank, in slot order."""
+        for layers in (topology.backbone, topology.layers[topology.num_layers :]):
+            if layers:
+                count = equal_layers([layer.num_experts for layer in layers], "layers")
+                placement = ranks.placement(len(layers), count)
+                self.local_experts += [
+                    placement.local_experts(place, ranks.ep.rank) for place in range(len(layers))
+                ]
 
     def plain(self, name: str) -> torch.Tensor:
         """float32 of a BF16 or F32 tensor."""
@@ -104,7 +114,9 @@ def _load_attention(module: Attention, source: _Source, prefix: str) -> None:
         put(module.index_keys, "k_norm", source.plain(f"{prefix}.indexer.k_norm.weight"))
 
 
-def _load_moe(module: MoE, source: _Source, prefix: str, stacked: bool, experts: Sequence[int]) -> None:
+def _load_moe(module: MoE, source: _Source, prefix: str, stacked: bool) -> None:
+    experts = source.local_experts[module.layer.index]
+    module.exchange = source.ranks.exchange(len(experts), "float32" if module.numerics.exact else "fp8")
     put(module, "gate", source.plain(f"{prefix}.ffn.gate.weight"))
     put(module, "bias", source.plain(f"{prefix}.ffn.gate.bias"))
     if module.bias_vl is not None:
@@ -141,7 +153,8 @@ def _load_stacked(
     hidden = module.gate.shape[1]
     first = source.checkpoint.entry(f"{prefix}.ffn.experts.0.w1.weight")
     width = first.shape[0]
-    fused = shared2 is not None and shared2.shape[1] == width
+    # The shared expert sees this rank's own rows: it can join the routed ones where those are the same rows.
+    fused = module.exchange.is_local and shared2 is not None and shared2.shape[1] == width
     with torch.device(source.device):
         stack = StackedExperts(len(experts) + fused, hidden, width, source.products)
     for place, expert in enumerate(experts):
@@ -171,7 +184,7 @@ def _load_block(block: Block, source: _Source, prefix: str, m: int, stacked: boo
     put(block, "attn_norm", source.plain(f"{prefix}.attn_norm.weight"))
     put(block, "ffn_norm", source.plain(f"{prefix}.ffn_norm.weight"))
     _load_attention(block.attn, source, f"{prefix}.attn")
-    _load_moe(block.ffn, source, prefix, stacked, physical_experts(block.layer.num_experts))
+    _load_moe(block.ffn, source, prefix, stacked)
     if block.engram is not None:
         _load_engram(block.engram, source, f"{prefix}.engram")
 
@@ -189,17 +202,24 @@ def _load_drafter(drafter: Drafter, source: _Source, m: int, stacked: bool) -> N
     put(drafter, "confidence", source.plain(f"{last}.confidence_head.proj.weight").view(-1))
 
 
-def load_engram_store(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> LocalEngramStore:
-    """All rows of all Engram tables, as stored bytes."""
+def load_engram_store(
+    checkpoint: Checkpoint, device: torch.device | str = "cpu", group: RankGroup | None = None
+) -> EngramStore:
+    """The rows of all Engram tables as stored bytes: all of them on `device`, or this rank's share of them in
+    host memory when the group has several ranks."""
     plan = checkpoint.config.engram
+    if group is None or group.size == 1:
+        group, spans = None, [(0, rows) for rows in plan.rows]
+    else:
+        spans, device = [shard_range(rows, group.size, group.rank) for rows in plan.rows], "cpu"
     tables = [
-        checkpoint.read_engram_rows(layer, 0, rows)
-        for layer, rows in zip(plan.layer_ids, plan.rows, strict=True)
+        checkpoint.read_engram_rows(layer, *span) for layer, span in zip(plan.layer_ids, spans, strict=True)
     ]
-    return LocalEngramStore(
-        [as_bytes(codes).to(device) for codes, _ in tables],
-        [as_bytes(scales).to(device) for _, scales in tables],
-    )
+    codes = [as_bytes(codes).to(device) for codes, _ in tables]
+    scales = [as_bytes(scales).to(device) for _, scales in tables]
+    if group is None:
+        return LocalEngramStore(codes, scales)
+    return ShardedEngramStore(group, list(plan.rows), codes, scales)
 
 
 def dequantized_expert_bytes(
@@ -224,21 +244,25 @@ def load_text_model(
     dequant_budget_bytes: int = DEQUANT_BUDGET_BYTES,
     products: torch.dtype | None = None,
     drafter: bool = False,
+    ranks: ModelRanks | None = None,
 ) -> TextModel:
     """The backbone of a checkpoint, ready to run, with `drafter` its draft layers too.
 
     config: overrides the checkpoint's (same shapes; e.g. another `index_topk`). max_positions: see
-    `TextModel`. dequant_budget_bytes: bytes that dequantized routed experts may take; beyond it each layer keeps
-    them packed. products: float32 or bfloat16 weights of rounded products, by default what this machine does
-    well (`product_dtype`). Both choices are made once, never by a batch.
+    `TextModel`. dequant_budget_bytes: bytes that dequantized routed experts may take; beyond it each layer
+    keeps them packed. products: float32 or bfloat16 weights of rounded products, by default what this machine
+    does well (`product_dtype`). Both choices are made once, never by a batch. ranks: the other ranks, with
+    which this one shares experts, tables and prefill rows; None = it has everything itself.
     """
-    config = config or checkpoint.config
-    source = _Source(checkpoint, backend, device, products or product_dtype(numerics, device))
+    config, ranks = config or checkpoint.config, ranks or ModelRanks()
+    products = products or product_dtype(numerics, device)
+    source = _Source(checkpoint, backend, device, products, ranks, config.topology)
     with torch.device("meta"):
         model = TextModel(config, numerics, max_positions)
         if drafter:
             model.drafter = Drafter(config, numerics)
-    stacked = dequantized_expert_bytes(config, source.products, drafter=drafter) <= dequant_budget_bytes
+    routed = dequantized_expert_bytes(config, source.products, drafter=drafter)
+    stacked = routed // ranks.ep.size <= dequant_budget_bytes
     with checkpoint.loading(), torch.no_grad():
         embed = checkpoint.read("embed.weight")
         put(model, "embed", embed.to(device))
@@ -250,7 +274,7 @@ def load_text_model(
         if model.drafter is not None:
             _load_drafter(model.drafter, source, config.text.hc_mult, stacked)
         if config.text.has_engram:
-            model.engram_store = load_engram_store(checkpoint, device)
+            model.engram_store = load_engram_store(checkpoint, device, ranks.engram)
     left = [name for name, value in model.named_parameters() if value.is_meta]
     if left:
         raise CheckpointError(f"parameters were not loaded: {', '.join(left)}")

@@ -16,6 +16,7 @@ from deepinfer_ray.ops import native
 from deepinfer_ray.ops.constants import constant
 from deepinfer_ray.ops.linear import linear
 from deepinfer_ray.ops.norm import inverse_rms, squares
+from deepinfer_ray.ops.numerics import Numerics
 
 
 def _sequential_sum(x: torch.Tensor, dim: int, start: float) -> torch.Tensor:
@@ -99,8 +100,9 @@ def mix(
     rows, m, _ = x_TmD.shape
     z = x_TmD.view(rows, -1)
     if native.ready(z) and m <= 4:
+        product = linear(z, fn)
         return native.mix_coefficients(
-            linear(z, fn), squares(z), scale, base, m, z.shape[1], norm_eps, hc_eps, iterations
+            product, squares(z), scale, base, m, z.shape[1], norm_eps, hc_eps, iterations
         )
     q = linear(z, fn) * inverse_rms(z, norm_eps) * scale + base
     # Not torch.sigmoid: its vector body and scalar tail differ in low bits (model spec §9.4).
@@ -110,8 +112,18 @@ def mix(
 
 
 def collapse(a_Tm: torch.Tensor, x_TmD: torch.Tensor) -> torch.Tensor:
-    """[T, D] = Σ_c a[c] · X[c], not rounded."""
-    return torch.bmm(a_Tm.unsqueeze(1), x_TmD).squeeze(1)
+    """[T, D] = Σ_c a[c] · X[c], added in this order, not rounded."""
+    total = a_Tm[:, :1] * x_TmD[:, 0]
+    for c in range(1, x_TmD.shape[1]):
+        total = total + a_Tm[:, c : c + 1] * x_TmD[:, c]
+    return total
+
+
+def rounded_collapse(a_Tm: torch.Tensor, x_TmD: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """`b(collapse(a, X))`."""
+    if native.ready(x_TmD) and x_TmD.is_contiguous() and a_Tm.is_contiguous():
+        return native.collapse_rows(a_Tm, x_TmD, not numerics.exact)
+    return numerics.b(collapse(a_Tm, x_TmD))
 
 
 def update(

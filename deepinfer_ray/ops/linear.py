@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.numerics import Numerics
 
 ROW_TILE = 16
@@ -53,6 +54,15 @@ def rounded_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, numerics: Numeri
         return numerics.b(linear(x_TI, weight_OI))
     rows = x_TI.shape[0]
     return F.linear(pad_dim(x_TI.bfloat16(), 0), weight_OI)[:rows].float()
+
+
+def quantized_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """`b(Q8(x) · weightᵀ)`."""
+    if weight_OI.dtype != torch.bfloat16 or not native.ready(x_TI):
+        return rounded_linear(numerics.q8(x_TI), weight_OI, numerics)
+    rows = x_TI.shape[0]
+    y = F.linear(native.fake_quant_fp8_tile(x_TI, round_up(rows)), weight_OI).float()
+    return y if y.shape[0] == rows else y[:rows]
 
 
 def rounded_grouped_linear(x_TGI: torch.Tensor, weight_GIO: torch.Tensor, numerics: Numerics) -> torch.Tensor:

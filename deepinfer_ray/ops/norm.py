@@ -19,8 +19,7 @@ def squares(x: torch.Tensor) -> torch.Tensor:
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """float32 [..., 1]: `rsqrt(mean(x²) + eps)` over the last dimension."""
-    # Sum and division: half the cost of mean on CPU.
-    return squares(x).div_(constant(x.shape[-1])).add_(constant(eps)).rsqrt_()
+    return (squares(x) / constant(x.shape[-1]) + constant(eps)).rsqrt()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

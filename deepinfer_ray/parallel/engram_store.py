@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from deepinfer_ray.ops import native
 from deepinfer_ray.ops.formats import FP8_GROUP, dequant_fp8_groups
 
 
@@ -60,6 +61,10 @@ class LocalEngramStore:
         layers = []
         for rows_Tc, codes, scales in zip(rows_ETc, self.codes, self.scales, strict=True):
             flat = rows_Tc.reshape(-1)
+            if native.ready(codes):
+                values = native.load_fp8_parts(codes, scales, flat, codes.shape[1])
+                layers.append(values.view(rows_Tc.shape[0], -1))
+                continue
             index = flat.clamp_min(0)
             values = dequant_fp8_groups(codes.index_select(0, index), scales.index_select(0, index))
             values = values.masked_fill_((flat < 0).unsqueeze(-1), 0.0)

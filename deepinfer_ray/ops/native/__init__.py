@@ -18,10 +18,11 @@ from deepinfer_ray.ops.native.build import load as _load_library
 
 _P, _L, _F, _I = c_void_p, c_long, c_float, c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "fake_quant_fp8": (_P, _P, _L),
+    "fake_quant_fp8": (_P, _P, _L, _I),
     "round_values": (_P, _P, _L),
     "norm_rows": (_P, _P, _P, _P, _L, _L, _L, _F, _I),
     "mix_logits": (_P, _P, _P, _P, _P, _L, _L, _L, _F),
+    "collapse_rows": (_P, _P, _P, _L, _L, _L, _I),
     "mix_coefficients": (_P, _P, _P, _P, _L, _L, _F, _I),
     "rotate_tail": (_P, _P, _P, _L, _L, _L, _L, _L, _I),
     "swiglu_logits": (_P, _P, _P, _L, _L, _F, _I, _I),
@@ -29,7 +30,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "combine_rows": (_P, _P, _L, _L, _L, _I),
     "route_rows": (_P, _P, _P, _P, _L, _L, _L, _F),
     "store_fp8": (_P, _P, _P, _L, _L, _L, _L),
-    "load_fp8": (_P, _P, _P, _L, _L, _L),
+    "load_fp8": (_P, _P, _P, _P, _L, _L, _L, _L),
+    "store_fp4": (_P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _I, _I, _P),
     "load_fp4": (_P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _P),
     "head_sums": (_P, _P, _P, _L, _L, _L, _L),
     "select_rows": (_P, _P, _P, _P, _L, _L, _L),
@@ -68,7 +70,16 @@ def fake_quant_fp8(x: torch.Tensor) -> torch.Tensor:
     """`formats.fake_quant_fp8` with groups of 32."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    _call("fake_quant_fp8", x.data_ptr(), y.data_ptr(), x.numel() // 32)
+    _call("fake_quant_fp8", x.data_ptr(), y.data_ptr(), x.numel() // 32, False)
+    return y
+
+
+def fake_quant_fp8_tile(x_Tn: torch.Tensor, rows: int) -> torch.Tensor:
+    """bfloat16 [rows, n]: `formats.fake_quant_fp8` of x's T rows, zero rows behind them."""
+    x_Tn = x_Tn.contiguous()
+    make = torch.empty if rows == x_Tn.shape[0] else torch.zeros
+    y = make(rows, x_Tn.shape[1], dtype=torch.bfloat16)
+    _call("fake_quant_fp8", x_Tn.data_ptr(), y.data_ptr(), x_Tn.numel() // 32, True)
     return y
 
 
@@ -98,6 +109,14 @@ def norm_rows(
         eps,
         rounded,
     )
+    return y
+
+
+def collapse_rows(a_Tm: torch.Tensor, x_TmD: torch.Tensor, rounded: bool) -> torch.Tensor:
+    """[T, D]: the copies of x mixed by a."""
+    rows, m, n = x_TmD.shape
+    y = torch.empty(rows, n)
+    _call("collapse_rows", a_Tm.data_ptr(), x_TmD.data_ptr(), y.data_ptr(), rows, m, n, rounded)
     return y
 
 
@@ -252,11 +271,57 @@ def store_fp8(x_Nd: torch.Tensor, view: torch.Tensor, rows_N: torch.Tensor) -> N
 
 
 def load_fp8(view: torch.Tensor, rows_N: torch.Tensor, dim: int) -> torch.Tensor:
-    """float32 [N, d] of records `rows` of view [., d + d/32] uint8."""
+    """float32 [N, d] of records `rows` of view [., d + d/32] uint8; zeros for negative rows."""
+    return load_fp8_parts(view, view[:, dim:], rows_N, dim)
+
+
+def load_fp8_parts(codes: torch.Tensor, scales: torch.Tensor, rows_N: torch.Tensor, dim: int) -> torch.Tensor:
+    """float32 [N, d] of rows of e4m3 codes and of ue8m0 scales; zeros for negative rows."""
     count = rows_N.numel()
     y = torch.empty(count, dim)
-    _call("load_fp8", view.data_ptr(), rows_N.data_ptr(), y.data_ptr(), count, dim, view.stride(0))
+    _call(
+        "load_fp8",
+        codes.data_ptr(),
+        scales.data_ptr(),
+        rows_N.data_ptr(),
+        y.data_ptr(),
+        count,
+        dim,
+        codes.stride(0),
+        scales.stride(0),
+    )
     return y
+
+
+def store_fp4(
+    x_Nd: torch.Tensor,
+    codes: torch.Tensor,
+    code_rows: torch.Tensor,
+    scales: torch.Tensor,
+    scale_rows: torch.Tensor,
+    group: int,
+    e4m3: torch.Tensor | None,
+    divide: bool = False,
+) -> None:
+    """Quantize rows of x to packed e2m1 and scales. e4m3: values of e4m3 codes (compressed KV, group 16),
+    None = ue8m0 scales (index keys, group 32). divide: numeric variant `reference`."""
+    x_Nd = x_Nd.contiguous()
+    _call(
+        "store_fp4",
+        x_Nd.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        code_rows.data_ptr(),
+        scale_rows.data_ptr(),
+        x_Nd.shape[0],
+        x_Nd.shape[1],
+        codes.stride(0),
+        scales.stride(0),
+        group,
+        e4m3 is not None,
+        divide,
+        None if e4m3 is None else e4m3.data_ptr(),
+    )
 
 
 def load_fp4(

@@ -2,8 +2,8 @@
 
    Knows: arrays of floats. Does not know: tensors, modules.
    Every function gives the bits of the tensor operations that it stands for: the same IEEE additions,
-   multiplications, divisions and roundings in the same order. Sums over long rows, exp and log stay with the
-   tensor library, whose order is its own. Compile without fused multiply-add and without fast-math. */
+   multiplications, divisions and roundings in the same order. exp, log, sqrt of scores and sums over long rows
+   stay with the tensor library, whose last bits are its own. Compile without fused multiply-add and without fast-math. */
 
 #include <math.h>
 #include <stdint.h>
@@ -55,8 +55,16 @@ static inline void fake_fp8_group(const float *x, float *y) {
     }
 }
 
-API void fake_quant_fp8(const float *x, float *y, long groups) {
-    for (long g = 0; g < groups; g++) fake_fp8_group(x + g * GROUP, y + g * GROUP);
+API void fake_quant_fp8(const float *x, void *y, long groups, int bf16) {
+    float out[GROUP];
+    for (long g = 0; g < groups; g++) {
+        if (!bf16) {
+            fake_fp8_group(x + g * GROUP, (float *)y + g * GROUP);
+            continue;
+        }
+        fake_fp8_group(x + g * GROUP, out);
+        for (int i = 0; i < GROUP; i++) store_value(y, g * GROUP + i, out[i], 1);
+    }
 }
 
 API void round_values(const float *x, float *y, long n) {
@@ -78,7 +86,7 @@ API void norm_rows(const float *x, const float *ss, const float *w, float *y, lo
 }
 
 /* Arguments of the exponentials of a hyper-connection (model spec 3.2): q = product * rstd * scale + base;
-   out = -q for the gates, q - row maximum for the m x m logits. m <= 4. */
+   out = -q for the gates, q - row maximum for the m x m logits. ss: sums of squares of n values. m <= 4. */
 API void mix_logits(const float *product, const float *ss, const float *scale, const float *base, float *out,
                     long rows, long m, long n, float eps) {
     long width = (2 + m) * m;
@@ -132,6 +140,19 @@ API void mix_coefficients(const float *e, float *pre, float *post, float *comb_t
         for (long l = 0; l < live; l++)
             for (long a = 0; a < m; a++)
                 for (long b = 0; b < m; b++) comb_t[((t0 + l) * m + b) * m + a] = c[a * m + b][l];
+    }
+}
+
+/* y[t] = b(((a0 x0 + a1 x1) + a2 x2) + ...) over the m copies of x [T, m, n]. */
+API void collapse_rows(const float *a, const float *x, float *y, long rows, long m, long n, int rounded) {
+    for (long t = 0; t < rows; t++) {
+        const float *in = x + t * m * n, *w = a + t * m;
+        float *own = y + t * n;
+        for (long i = 0; i < n; i++) {
+            float v = w[0] * in[i];
+            for (long c = 1; c < m; c++) v = v + w[c] * in[c * n + i];
+            own[i] = rounded ? round_bf16(v) : v;
+        }
     }
 }
 
@@ -244,6 +265,57 @@ static inline uint8_t encode_e4m3(float x) {
     return (uint8_t)(sign | ((u >> 20) - (120u << 3)));
 }
 
+/* e2m1 code, ties to the even code, saturating; NaN of either sign is 6, zeros keep their sign. */
+static inline uint8_t encode_e2m1(float x) {
+    uint32_t u = bits_of(x), sign = u >> 28 & 8u;
+    u &= 0x7fffffffu;
+    if (u > 0x7f800000u) return 7;
+    float a = float_of(u > 0x40c00000u ? 0x40c00000u : u); /* at most 6 */
+    float magic = float_of(bits_of(a) & 0x7f800000u);
+    magic = (magic > 1.0f ? magic : 1.0f) * (1.5f * 4194304.0f);
+    a = (a + magic) - magic;
+    float code = a + a, two = a + 2.0f, half = a * 0.5f + 4.0f;
+    code = code < two ? code : two;
+    return (uint8_t)(sign | (uint32_t)(code < half ? code : half));
+}
+
+/* FP4 records: e2m1 pairs to codes, one scale a group. ue8m0 (kv 0): power of two at or above max(amax, 6 2^-126)
+   times fp32(1/6). e4m3 (kv 1): max(amax, 6 2^-9) times fp32(1/6), values times the reciprocal; divide: both are
+   true divisions. e4m3: the values of scale codes. */
+API void store_fp4(const float *x, uint8_t *codes, uint8_t *scales, const int64_t *code_rows,
+                   const int64_t *scale_rows, long count, long dim, long code_pitch, long scale_pitch, long group,
+                   int kv, int divide, const float *e4m3) {
+    const float sixth = (float)(1.0 / 6.0);
+    for (long t = 0; t < count; t++) {
+        uint8_t *out = codes + code_rows[t] * code_pitch, *sc = scales + scale_rows[t] * scale_pitch;
+        for (long g = 0; g < dim / group; g++) {
+            const float *in = x + t * dim + g * group;
+            uint32_t top = kv ? bits_of(6.0f * 0x1p-9f) : bits_of(6.0f * 0x1p-126f);
+            for (long i = 0; i < group; i++) {
+                uint32_t u = bits_of(in[i]) & 0x7fffffffu;
+                top = u > top ? u : top;
+            }
+            float factor, amax = float_of(top);
+            if (kv) {
+                float s = divide ? amax / 6.0f : amax * sixth;
+                uint8_t code = encode_e4m3(s > 448.0f ? 448.0f : s);
+                sc[g] = code;
+                factor = divide ? e4m3[code] : 1.0f / e4m3[code];
+            } else {
+                uint32_t u = ((bits_of(amax * sixth) - 1u) >> 23) + 1u;
+                u = u > 255u ? 255u : u;
+                sc[g] = (uint8_t)u;
+                factor = float_of((254u - u) << 23);
+            }
+            for (long i = 0; i < group; i += 2) {
+                float a = kv && divide ? in[i] / factor : in[i] * factor;
+                float b = kv && divide ? in[i + 1] / factor : in[i + 1] * factor;
+                out[(g * group + i) / 2] = (uint8_t)(encode_e2m1(a) | encode_e2m1(b) << 4);
+            }
+        }
+    }
+}
+
 /* Window records of `record` bytes: e4m3 codes of `dim` values, then one ue8m0 byte for each 32. */
 API void store_fp8(const float *x, uint8_t *base, const int64_t *rows, long count, long dim, long record,
                    long stride) {
@@ -258,11 +330,17 @@ API void store_fp8(const float *x, uint8_t *base, const int64_t *rows, long coun
     }
 }
 
-API void load_fp8(const uint8_t *base, const int64_t *rows, float *y, long count, long dim, long record) {
+/* e4m3 codes and ue8m0 scales of the same rows; a negative row gives zeros. */
+API void load_fp8(const uint8_t *codes, const uint8_t *scales, const int64_t *rows, float *y, long count, long dim,
+                  long code_pitch, long scale_pitch) {
     for (long t = 0; t < count; t++) {
-        const uint8_t *in = base + rows[t] * record;
+        if (rows[t] < 0) {
+            memset(y + t * dim, 0, (size_t)dim * sizeof(float));
+            continue;
+        }
+        const uint8_t *in = codes + rows[t] * code_pitch, *sc = scales + rows[t] * scale_pitch;
         for (long g = 0; g < dim / GROUP; g++) {
-            uint32_t b = in[dim + g];
+            uint32_t b = sc[g];
             float scale = float_of(b == 255u ? 0x7fc00000u : b ? b << 23 : 0x00400000u);
             float *own = y + t * dim + g * GROUP;
             for (int i = 0; i < GROUP; i++) {
