@@ -11,6 +11,7 @@ Shape letters: N rows, V vocabulary, m alternatives.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ class SampleRows:
     positions: np.ndarray
     top_logprobs: np.ndarray
     edits: LogitEdits | None = None
+    forced: np.ndarray | None = None
 
     def padded(self, count: int) -> SampleRows:
         """With further rows up to `count` whose greedy tokens nobody wants (spec/engine.md §8.6)."""
@@ -71,6 +73,21 @@ class SampleRows:
             positions=more(self.positions, 0),
             top_logprobs=more(self.top_logprobs, -1),
             edits=self.edits,
+            forced=None if self.forced is None else more(self.forced, -1),
+        )
+
+    def part(self, start: int, stop: int) -> SampleRows:
+        """Rows [start, stop), without edits."""
+        rows = slice(start, stop)
+        return SampleRows(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            seeds=self.seeds[rows],
+            positions=self.positions[rows],
+            top_logprobs=self.top_logprobs[rows],
+            forced=None if self.forced is None else self.forced[rows],
         )
 
     @property
@@ -94,6 +111,40 @@ class SampleOutput:
     top_logprobs: torch.Tensor | None = None
 
 
+class Draw(Protocol):
+    """How the tokens of rows that are not greedy are drawn."""
+
+    def __call__(
+        self,
+        group: RowGroup,
+        logits_MV: torch.Tensor,
+        logprobs_MV: torch.Tensor,
+        seeds_M: torch.Tensor,
+        positions_M: torch.Tensor,
+    ) -> torch.Tensor:
+        """int64 [M] tokens. group: which rows of the whole batch these are; logprobs: their processed
+        distributions."""
+        ...
+
+
+def draw_fresh(
+    group: RowGroup,
+    logits_MV: torch.Tensor,
+    logprobs_MV: torch.Tensor,
+    seeds_M: torch.Tensor,
+    positions_M: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens of the distributions themselves."""
+    return draw_from(fixed_point_weights(logprobs_MV), seeds_M, positions_M, CASE_SAMPLE)
+
+
+def draw_from(
+    weights_MV: torch.Tensor, seeds_M: torch.Tensor, positions_M: torch.Tensor, case: int
+) -> torch.Tensor:
+    """int64 [M]: one token of each row's fixed-point weights by its stream of random words."""
+    return select(weights_MV, random_words(seeds_M, positions_M, case, _DRAWN_WORDS))
+
+
 def sample(
     logits_NV: torch.Tensor,
     rows: SampleRows,
@@ -101,6 +152,7 @@ def sample(
     staging: Staging | None = None,
     *,
     whole: bool | None = None,
+    draw: Draw = draw_fresh,
 ) -> SampleOutput:
     """One token per row. `logits_NV` float32 is changed in place by masks and edits.
 
@@ -109,12 +161,13 @@ def sample(
     but a CPU. The same bits either way on a CPU.
     """
     staging = staging or Staging(logits_NV.device)
-    if blacklist is not None:
-        logits_NV.index_fill_(1, blacklist, NEGATIVE_INFINITY)
-    if rows.edits:
-        rows.edits.apply(logits_NV, staging)
+    mask_logits(logits_NV, rows, blacklist, staging)
     peak_N, tokens_N = logits_NV.max(dim=-1)
     output = SampleOutput(tokens_N, ~torch.isfinite(peak_N))
+    forced_N = None
+    if rows.forced is not None:
+        (forced_N,) = staging.send([rows.forced])
+        output.tokens = torch.where(forced_N >= 0, forced_N, tokens_N)
     greedy, wants = rows.greedy, rows.top_logprobs >= 0
     if greedy.all() and not wants.any():
         return output
@@ -131,8 +184,18 @@ def sample(
     whole = logits_NV.device.type != "cpu" if whole is None else whole
     columns, groups = _send(rows, masks, staging, whole)
     for members, group in zip(masks, groups, strict=True):
-        _sample_group(logits_NV, rows, columns, members, group, output)
+        _sample_group(logits_NV, rows, columns, members, group, output, draw, forced_N)
     return output
+
+
+def mask_logits(
+    logits_NV: torch.Tensor, rows: SampleRows, blacklist: torch.Tensor | None, staging: Staging
+) -> None:
+    """Bans of the engine, then what the rows' requests change, in place."""
+    if blacklist is not None:
+        logits_NV.index_fill_(1, blacklist, NEGATIVE_INFINITY)
+    if rows.edits:
+        rows.edits.apply(logits_NV, staging)
 
 
 @dataclass(slots=True)
@@ -148,12 +211,12 @@ class _Columns:
 
 
 @dataclass(slots=True)
-class _Group:
+class RowGroup:
     """Which rows are meant: the listed ones, or, computed with all others, those under a mask."""
 
     index: torch.Tensor | None = None
     mask: torch.Tensor | None = None
-    listed: _Group | None = None
+    listed: RowGroup | None = None
     """Those of the group whose alternatives are wanted, by row of the group (`inner`) and by logit row."""
     inner: torch.Tensor | None = None
 
@@ -171,7 +234,7 @@ class _Group:
 
 def _send(
     rows: SampleRows, masks: list[np.ndarray], staging: Staging, whole: bool
-) -> tuple[_Columns, list[_Group]]:
+) -> tuple[_Columns, list[RowGroup]]:
     """The columns and one group for each mask, all in one copy."""
     arrays = [rows.temperature, rows.top_p, rows.min_p, rows.top_k, rows.seeds, rows.positions]
     wants = rows.top_logprobs > 0
@@ -186,11 +249,11 @@ def _send(
     groups = []
     for members in masks:
         group, listed_group = (
-            _Group(mask=next(tensors).bool()) if whole else _Group(index=next(tensors)) for _ in range(2)
+            RowGroup(mask=next(tensors).bool()) if whole else RowGroup(index=next(tensors)) for _ in range(2)
         )
         inner = None if whole else next(tensors)
         if members.all():
-            group = _Group()
+            group = RowGroup()
         if (members & wants).any():
             group.listed, group.inner = listed_group, inner
         groups.append(group)
@@ -202,8 +265,10 @@ def _sample_group(
     rows: SampleRows,
     columns: _Columns,
     members: np.ndarray,
-    group: _Group,
+    group: RowGroup,
     output: SampleOutput,
+    draw: Draw,
+    forced_N: torch.Tensor | None,
 ) -> None:
     """Rows of one kind: all greedy, all unfiltered or all filtered."""
     block_MV, one = group.take(logits_NV), int(members.argmax())
@@ -221,8 +286,10 @@ def _sample_group(
                 group.take(columns.min_p),
             )
         seeds, positions = group.take(columns.seeds), group.take(columns.positions)
-        words = random_words(seeds, positions, CASE_SAMPLE, _DRAWN_WORDS)
-        tokens_M = select(fixed_point_weights(logprobs_MV), words)
+        tokens_M = draw(group, block_MV, logprobs_MV, seeds, positions)
+        if forced_N is not None:
+            forced_M = group.take(forced_N)
+            tokens_M = torch.where(forced_M >= 0, forced_M, tokens_M)
         output.tokens = group.put(output.tokens, tokens_M)
     if output.logprobs is not None:
         chosen_M1 = logprobs_MV.gather(1, tokens_M[:, None])

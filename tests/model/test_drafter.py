@@ -29,7 +29,7 @@ def load(root, kind: str, mode: str = "exact", dense: bool = False) -> TextModel
 
 
 def draft(model, driver, sequence, anchor: int, capture=None):
-    """(ids [N+1], logits [N, V], confidence logits [N]) of the greedy chain behind the sequence's last token."""
+    """(ids [N+1], logits [N, V], confidence logits [N]) of the greedy chain behind the newest token."""
     request = DraftRequest(
         torch.tensor([anchor]),
         torch.tensor([sequence.length - 1]),
