@@ -235,12 +235,14 @@ def build_decode(
     staging: Staging | None = None,
     extras: Sequence[np.ndarray] = (),
     fixed_shape: bool = False,
+    whole_tables: bool = False,
 ) -> StepMetadata:
     """Metadata of a decode or verify step: rows of sequence i sit at positions `[k_i - q_i, k_i)`, q ≥ 1.
 
     Arguments as in `build_prefill`; `block_tables` needs the blocks of all k_i tokens, and only columns that
     the longest sequence uses are copied. `valid` is False on placeholder rows (state 0, block 0).
     fixed_shape: no shape depends on values: only n, T and the power of two above the table's width count.
+    whole_tables: with all columns of `block_tables`.
     """
     staging = staging or Staging(device)
     arrays: list[np.ndarray] = []
@@ -251,6 +253,8 @@ def build_decode(
     columns = layout.blocks_for(longest)
     if fixed_shape:
         columns = min(1 << (columns - 1).bit_length(), block_tables.shape[1])
+    if whole_tables:
+        columns = block_tables.shape[1]
     tables = block_tables[:, :columns]
     cu = load_plan.exclusive_sums(q)
     if cu[-1] == n:

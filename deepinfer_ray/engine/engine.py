@@ -104,6 +104,7 @@ class Engine:
             timeline=timeline,
             hooks=hooks,
             sync_guard=not config.debug.disable_sync_guard,
+            batch_invariant=config.runtime.batch_invariant,
         )
         self._refused: list[RequestResult] = []
         self._observe(rank, clock)

@@ -5,7 +5,8 @@ know: the model, sampling, when a step runs.
 
 On a device the rows of a step are filled up to a multiple of 16 with placeholders (spec/engine.md §8.6), and
 decode metadata lives in one buffer at a fixed address, its shapes a matter of the batch alone: a captured
-graph needs that, and how kernels choose to add up a row then does not depend on its neighbours.
+graph needs that. Libraries choose by the number of rows how they add up a product, so the low bits of a row
+depend on it; `runtime.batch_invariant` fills all steps of a kind up to one number.
 
 Shape letters: n sequences, T rows, G n-gram order, M sampled rows.
 """
@@ -24,9 +25,37 @@ from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.engine.inputs import HistoryReader, InFlight, StepRows, gather_in_flight
 from deepinfer_ray.engine.plan import StepPlan
+from deepinfer_ray.engine.settings import SchedulerSettings
+from deepinfer_ray.ops.linear import ROW_TILE, round_up
 
-DEVICE_ROWS = 16
+DEVICE_ROWS = ROW_TILE
 """Rows of a step on a device are a multiple of this."""
+PLACEHOLDER_TOKENS = 128
+"""Longest placeholder of a prompt step: block 0 holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowMultiples:
+    """What the numbers of rows in a step are multiples of: query rows of decode and prompt steps, sampled
+    rows. 1 = as they come. whole_tables: whether decode steps have all columns of the block tables."""
+
+    decode: int = 1
+    prompt: int = 1
+    sample: int = 1
+    whole_tables: bool = False
+
+    @classmethod
+    def of(
+        cls, device: torch.device, settings: SchedulerSettings, batch_invariant: bool = False
+    ) -> RowMultiples:
+        """batch_invariant: the most that a step can have, so that all steps of a kind are alike. How a prompt
+        is cut into chunks is still seen in the low bits of its index scores."""
+        if device.type == "cpu":
+            return cls()  # products on a CPU do not depend on the number of rows
+        if not batch_invariant:
+            return cls(DEVICE_ROWS, DEVICE_ROWS, DEVICE_ROWS)
+        most = settings.max_seqs * (1 + settings.num_drafts)
+        return cls(round_up(most), round_up(settings.token_budget), round_up(settings.max_seqs), True)
 
 
 @dataclass(slots=True)
@@ -45,6 +74,14 @@ def _filled(array: np.ndarray, count: int, value: int) -> np.ndarray:
     return np.concatenate([array, np.full((count, *array.shape[1:]), value, array.dtype)])
 
 
+def _placeholders(rows: int, longest: int) -> np.ndarray:
+    """int32 lengths of the fewest sequences that have `rows` tokens together, at most `longest` each."""
+    lengths = np.full(-(-rows // longest), longest, np.int32)
+    if rows % longest:
+        lengths[-1] = rows % longest
+    return lengths
+
+
 class InputBuilder:
     """Builds the inputs of every step of one loop, in step order and on one stream."""
 
@@ -54,13 +91,10 @@ class InputBuilder:
         limits: StepLimits,
         reader: HistoryReader,
         ratios: tuple[int, ...],
-        row_multiple: int | None = None,
+        multiples: RowMultiples,
     ) -> None:
-        """row_multiple: None = 1 on a CPU, `DEVICE_ROWS` elsewhere. Above 1 shapes are fixed."""
-        self.pools, self.device = pools, pools.device
-        if row_multiple is None:
-            row_multiple = 1 if self.device.type == "cpu" else DEVICE_ROWS
-        self.row_multiple = row_multiple
+        """multiples: above 1 shapes are fixed."""
+        self.pools, self.device, self.multiples = pools, pools.device, multiples
         self._limits, self._reader, self._ratios = limits, reader, ratios
         self._prompts, self._decodes = Staging(self.device), Staging(self.device, fixed=True)
         compress = reader.table.compress
@@ -74,19 +108,19 @@ class InputBuilder:
         alone."""
         rows = StepRows.of(plan)
         count = len(rows.positions)
-        more = -count % self.row_multiple if count else self.row_multiple
-        tail = np.full(1 if plan.is_prompt else more, more if plan.is_prompt else 1) if more else np.empty(0)
-        tail = tail.astype(plan.q.dtype)
+        multiple = self.multiples.prompt if plan.is_prompt else self.multiples.decode
+        more = -count % multiple if count else multiple
+        tail = _placeholders(more, PLACEHOLDER_TOKENS if plan.is_prompt else 1)
         arguments: dict[str, Any] = {
             "q": np.concatenate([plan.q, tail]),
             "k": np.concatenate([plan.k, tail]),
             "state_ids": _filled(plan.rows, len(tail), 0),
             "block_tables": _filled(self._tables(plan), len(tail), 0),
-            "valid": np.arange(count + more) < count if self.row_multiple > 1 or more else None,
+            "valid": np.arange(count + more) < count if multiple > 1 or more else None,
             **self._tokens(plan, rows, more, in_flight is not None),
         }
         last_rows = np.cumsum(plan.q) - 1
-        extras = [_filled(last_rows[members], -len(members) % self.row_multiple, 0)]
+        extras = [_filled(last_rows[members], -len(members) % self.multiples.sample, 0)]
         if in_flight is not None:
             extras += self._overlapped(plan, rows, len(tail), more)
         if plan.is_prompt:
@@ -100,7 +134,8 @@ class InputBuilder:
                 **arguments,
                 staging=self._decodes,
                 extras=extras,
-                fixed_shape=self.row_multiple > 1,
+                fixed_shape=multiple > 1,
+                whole_tables=self.multiples.whole_tables,
             )
         if in_flight is not None:
             self._gather(meta, in_flight)

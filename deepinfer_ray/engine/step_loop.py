@@ -28,7 +28,7 @@ from deepinfer_ray.engine.inputs import HistoryReader, InFlight, PromptScores
 from deepinfer_ray.engine.plan import CommitResult, StepOutputs, StepPlan
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Terminal
-from deepinfer_ray.engine.step_inputs import InputBuilder
+from deepinfer_ray.engine.step_inputs import InputBuilder, RowMultiples
 from deepinfer_ray.engine.sync_guard import forbid_sync
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.engine.timers import StepTimers
@@ -92,11 +92,11 @@ class StepLoop:
         timeline: Timeline | None = None,
         hooks: EngineHooks | None = None,
         sync_guard: bool = True,
-        row_multiple: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """blacklist: ids that are never sampled. placeholders: run an empty step's forward with invalid rows,
         because other ranks wait in its collectives. sync_guard: raise where launching a step would wait for
-        a CUDA device. row_multiple: see `InputBuilder`."""
+        a CUDA device. batch_invariant: see `RowMultiples`."""
         if scheduler.settings.num_drafts:
             raise ConfigError(
                 f"speculative.num_drafts is {scheduler.settings.num_drafts}, but this step loop verifies no "
@@ -121,7 +121,8 @@ class StepLoop:
         )
         pad = int(self.table.compress_ids(np.asarray([text.engram_pad_token_id]))[0])
         reader = HistoryReader(self.table, text.engram_max_ngram_size if text.has_engram else 0, pad)
-        self.inputs = InputBuilder(pools, limits, reader, topology.ratios, row_multiple)
+        multiples = RowMultiples.of(self.device, scheduler.settings, batch_invariant)
+        self.inputs = InputBuilder(pools, limits, reader, topology.ratios, multiples)
         self._staging = Staging(self.device)
         self._blacklist: torch.Tensor | None = None
         if blacklist is not None and len(blacklist):
@@ -259,14 +260,18 @@ class StepLoop:
 
     def _score_prompt(self, hidden: torch.Tensor, scores: PromptScores) -> torch.Tensor:
         chunk = max(1, SCORE_BYTES // (4 * self.model.config.text.vocab_size))
-        rows, targets = self._staging.send([scores.rows, scores.targets])
+        multiple = min(self.inputs.multiples.prompt, chunk)
+        chunk -= chunk % multiple
+        count = len(scores.rows)
+        padding = (0, -count % multiple)
+        rows, targets = self._staging.send([np.pad(each, padding) for each in (scores.rows, scores.targets)])
         parts = [
             sampler.prompt_logprobs(
                 self.model.logits(hidden[rows[at : at + chunk]]), targets[at : at + chunk]
             )
-            for at in range(0, len(scores.rows), chunk)
+            for at in range(0, len(rows), chunk)
         ]
-        return torch.cat(parts)
+        return torch.cat(parts)[:count]
 
     def _commit(self, flight: Flight) -> list[Terminal]:
         """Waits for the step's results and makes them part of its sequences."""

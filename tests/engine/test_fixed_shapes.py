@@ -18,10 +18,11 @@ from deepinfer_ray.engine.build import prepare
 from deepinfer_ray.engine.engine import Engine
 from deepinfer_ray.engine.request import Request, SamplingParams
 from deepinfer_ray.engine.settings import SchedulerSettings
-from deepinfer_ray.engine.step_inputs import DEVICE_ROWS
+from deepinfer_ray.engine.step_inputs import DEVICE_ROWS, RowMultiples
 from deepinfer_ray.model.checkpoint import Checkpoint
 from deepinfer_ray.model.weights import load_text_model
 
+SIXTEEN = RowMultiples(DEVICE_ROWS, DEVICE_ROWS, DEVICE_ROWS)
 TINY = Path(__file__).parents[1] / "data" / "golden" / "tinyB"
 
 
@@ -75,13 +76,23 @@ def run(engine: Engine, max_tokens: int = 9) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("settings", [{"zos": False}, {"zos": True}, {"zos": True, "max_seqs": 2}], ids=str)
-def test_filled_up_steps_give_the_same_bits(tiny: Any, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("invariant", [False, True], ids=["multiples", "one number"])
+@pytest.mark.parametrize("settings", [{"zos": False}, {"zos": True, "max_seqs": 2}], ids=str)
+def test_filled_up_steps_give_the_same_bits(tiny: Any, settings: dict[str, Any], invariant: bool) -> None:
     plain = run(make_engine(tiny, zos=False))
     assert [len(result[1]) for result in plain] == [9] * 5
     engine = make_engine(tiny, **settings)
-    engine.loop.inputs.row_multiple = DEVICE_ROWS
+    device = torch.device("cuda")
+    engine.loop.inputs.multiples = RowMultiples.of(device, engine.scheduler.settings, invariant)
     assert run(engine) == plain
+
+
+def test_what_steps_are_filled_up_to(tiny: Any) -> None:
+    settings = make_engine(tiny).scheduler.settings
+    assert RowMultiples.of(torch.device("cpu"), settings, True) == RowMultiples(1, 1, 1)
+    assert RowMultiples.of(torch.device("cuda"), settings) == SIXTEEN
+    # 8 sequences, 300 tokens.
+    assert RowMultiples.of(torch.device("cuda"), settings, True) == RowMultiples(16, 304, 16, True)
 
 
 class Watch:
@@ -110,7 +121,7 @@ class Watch:
 def test_decode_shapes_depend_on_the_batch_alone(tiny: Any) -> None:
     watch = Watch(tiny[1])
     engine = make_engine(tiny, watch, zos=True)
-    engine.loop.inputs.row_multiple = DEVICE_ROWS
+    engine.loop.inputs.multiples = SIXTEEN
     run(engine, max_tokens=30)
     tables = [shapes["0.block_tables"] for shapes in watch.shapes]
     assert len(watch.shapes) >= 29
@@ -129,7 +140,7 @@ def test_placeholders_are_marked(tiny: Any) -> None:
             return super().forward(meta, pools)
 
     engine = make_engine(tiny, Keep(tiny[1]), zos=False)
-    engine.loop.inputs.row_multiple = DEVICE_ROWS
+    engine.loop.inputs.multiples = SIXTEEN
     run(engine)
     assert {step.rows % DEVICE_ROWS for step in seen} == {0}
     assert [int(step.valid.sum()) for step in seen][:3] == [300, 136, 5]

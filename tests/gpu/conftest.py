@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -65,6 +65,12 @@ class Rank:
 
     parts: RankParts
     model: Any
+
+    def configured(self, section: str, **values: Any) -> Rank:
+        """The same weights under other options of a section of the configuration."""
+        config = self.parts.config
+        changed = getattr(config, section).model_copy(update=values)
+        return replace(self, parts=replace(self.parts, config=config.model_copy(update={section: changed})))
 
     def engine(self, model: Any = None, num_blocks: int = 160, **settings: Any) -> Engine:
         parts, text = self.parts, self.parts.model_config.text

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,9 +95,7 @@ def test_a_step_that_reads_the_device_is_caught(rank_of: Callable[..., Any]) -> 
     engine.add(request)
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         engine.run()
-    debug = rank.parts.config.debug.model_copy(update={"disable_sync_guard": True})
-    config = rank.parts.config.model_copy(update={"debug": debug})
-    switched_off = replace(rank, parts=replace(rank.parts, config=config)).engine(model=Reading())
+    switched_off = rank.configured("debug", disable_sync_guard=True).engine(model=Reading())
     switched_off.add(request)
     assert [result.error for result in switched_off.run()] == [None]
 
