@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -19,6 +20,9 @@ from deepinfer_ray.job.source import read_parts
 QUEUE_BYTES = 64 << 20
 """Bytes of encoded prompts that wait for the backend at most."""
 
+CHUNK_ROWS, CHUNK_BYTES = 32, 1 << 18
+"""Rows that pass the queue together, and bytes of prompts from which on they do not wait for more."""
+
 
 @dataclass(slots=True, eq=False)
 class FedRow:
@@ -28,6 +32,19 @@ class FedRow:
     index: int
     row: EncodedRow
     table: pa.Table | None
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows of one part that pass the queue together. bytes: of their prompts."""
+
+    rows: list[FedRow] = field(default_factory=list)
+    bytes: int = 0
+
+    def add(self, row: FedRow) -> None:
+        self.rows.append(row)
+        if row.row.prompt is not None:
+            self.bytes += row.row.prompt.nbytes
 
 
 class Feeder:
@@ -49,7 +66,10 @@ class Feeder:
         self._tables = reader(parts)
         self._encoder = encoder
         self._max_open_bytes = max_open_bytes
-        self._queue: queue.Queue[FedRow | BaseException | None] = queue.Queue(queue_rows)
+        self._queue: queue.Queue[_Chunk | BaseException | None] = queue.Queue(
+            max(1, queue_rows // CHUNK_ROWS)
+        )
+        self._ready: deque[FedRow] = deque()
         self._changed = threading.Condition()
         self._open_bytes = 0
         self._queued_bytes = 0
@@ -72,15 +92,18 @@ class Feeder:
         """The next row if one is ready. Raises what the thread failed with."""
         if self._ended:
             return None
+        if self._ready:
+            return self._ready.popleft()
         try:
             item = self._queue.get_nowait()
         except queue.Empty:
             return None
-        if isinstance(item, FedRow):
+        if isinstance(item, _Chunk):
             with self._changed:
-                self._queued_bytes -= _bytes(item)
+                self._queued_bytes -= item.bytes
                 self._changed.notify()
-            return item
+            self._ready.extend(item.rows)
+            return self._ready.popleft()
         self._ended = True
         if item is not None:
             raise item
@@ -90,7 +113,7 @@ class Feeder:
         """Until a row is ready or the rows have ended, at most so long."""
         ready = self._queue.not_empty
         with ready:
-            ready.wait_for(lambda: self._ended or bool(self._queue.queue), timeout_s)
+            ready.wait_for(lambda: self._ended or bool(self._ready or self._queue.queue), timeout_s)
 
     def hold(self, size: int) -> None:
         """`size` more bytes belong to open parts; negative when a part was committed or dropped."""
@@ -110,9 +133,13 @@ class Feeder:
             for part, table in self._tables:
                 if not self._open(table):
                     return
+                chunk = _Chunk()
                 for index, row in enumerate(self._encoder.encode(part, table, part.errors)):
-                    if not self._put(FedRow(part, index, row, table if index == 0 else None)):
-                        return
+                    chunk.add(FedRow(part, index, row, table if index == 0 else None))
+                    if len(chunk.rows) >= CHUNK_ROWS or chunk.bytes >= CHUNK_BYTES or index + 1 == part.rows:
+                        if not self._put(chunk):
+                            return
+                        chunk = _Chunk()
             self._put(None)
         except BaseException as error:  # the thread that takes rows must hear of it
             self._put(error)
@@ -129,11 +156,11 @@ class Feeder:
             self._open_bytes += table.nbytes
         return not self._stop.is_set()
 
-    def _put(self, item: FedRow | BaseException | None) -> bool:
-        if isinstance(item, FedRow):
+    def _put(self, item: _Chunk | BaseException | None) -> bool:
+        if isinstance(item, _Chunk):
             with self._changed:
                 self._changed.wait_for(lambda: self._stop.is_set() or self._queued_bytes <= QUEUE_BYTES)
-                self._queued_bytes += _bytes(item)
+                self._queued_bytes += item.bytes
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.2)
@@ -141,7 +168,3 @@ class Feeder:
                 continue
             return True
         return False
-
-
-def _bytes(item: FedRow) -> int:
-    return 0 if item.row.prompt is None else int(item.row.prompt.nbytes)

@@ -16,7 +16,7 @@ DOWN_STEPS = 5
 
 
 class FakeFleet:
-    """deaths: step → rank that dies then, holding rows. poison: whether an item kills the rank it starts on."""
+    """deaths: step → rank that dies then, holding rows. poison: whether an item kills its rank."""
 
     def __init__(self, ranks=4, slots=8, deaths=None, poison=lambda item: False, node_loss=False):
         self.ranks, self.slots, self.deaths, self.poison = ranks, slots, dict(deaths or {}), poison
