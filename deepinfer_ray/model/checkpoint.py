@@ -201,7 +201,7 @@ class Checkpoint:
         for kind, fill in (("weight", 0), ("scale", ENGRAM_SCALE_ONE)):
             name = f"layers.{layer_id}.engram.embed.{kind}"
             shard, entry = self._find(name)
-            if not 0 <= start < entry.shape[0] or stop < start:
+            if not (0 <= start < entry.shape[0] or start == stop == entry.shape[0]) or stop < start:
                 raise CheckpointError(
                     f"{name}: rows [{start}, {stop}) start outside its {entry.shape[0]} rows"
                 )

@@ -307,7 +307,7 @@ class MoE(nn.Module):
             routed = self.exchange.combine(out[:, 1:], received)
         else:
             out = self.experts(received.rows, received.experts, received.weights, self.act)
-            out = out.view(received.rows.shape[0], self.k, v_TD.shape[1])
+            out = out.view(*received.experts.shape, v_TD.shape[1])
             shared = self._shared(v8_TD)
             routed = self.exchange.combine(out, received)
         if nx.reference:

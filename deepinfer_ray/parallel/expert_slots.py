@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from deepinfer_ray.errors import ConfigError, RankFailure
-from deepinfer_ray.parallel.expert_group import ExpertGroup
 from deepinfer_ray.parallel.expert_map import ExpertMap
+from deepinfer_ray.parallel.rank_group import RankGroup
 
 
 class ExpertSlots(Protocol):
@@ -88,14 +88,14 @@ def slot_digests(slots: ExpertSlots, num_local: int) -> torch.Tensor:
 class SlotLedger:
     """What each expert's bytes hash to: taken once after loading, compared after each shuffle. Collective."""
 
-    def __init__(self, slots: ExpertSlots, placement: ExpertMap, group: ExpertGroup) -> None:
+    def __init__(self, slots: ExpertSlots, placement: ExpertMap, group: RankGroup) -> None:
         self.expected = np.zeros((placement.num_layers, placement.num_logical), np.int64)
         digests = self._all(slots, placement, group)
         layers = np.arange(placement.num_layers)[:, None]
         self.expected[layers, placement.physical_to_logical] = digests
         self._compare(digests, placement)
 
-    def check(self, slots: ExpertSlots, placement: ExpertMap, group: ExpertGroup) -> None:
+    def check(self, slots: ExpertSlots, placement: ExpertMap, group: RankGroup) -> None:
         """`RankFailure` on every rank, naming a slot whose bytes are not those of its expert."""
         self._compare(self._all(slots, placement, group), placement)
 
@@ -112,7 +112,7 @@ class SlotLedger:
             )
 
     @staticmethod
-    def _all(slots: ExpertSlots, placement: ExpertMap, group: ExpertGroup) -> np.ndarray:
+    def _all(slots: ExpertSlots, placement: ExpertMap, group: RankGroup) -> np.ndarray:
         mine = slot_digests(slots, placement.num_local)
         gathered = group.gather(mine)  # [E, Y, n]
         flat: np.ndarray = gathered.permute(1, 0, 2).reshape(mine.shape[0], -1).numpy()

@@ -126,6 +126,13 @@ class RankGrid:
         """Whether every rank is a gang of its own: no collective, no vote, one death costs one rank."""
         return self.gang_size == 1
 
+    def gang_grid(self) -> RankGrid:
+        """The grid of one gang on its own: its ranks are numbered from 0 and share every collective."""
+        replica = self.cp * self.dp
+        return RankGrid(
+            dp=min(self.gang_size, replica) // self.cp, cp=self.cp, ep=self.ep, engram=self.engram
+        )
+
     def rank_seed(self, seed: int, rank: int) -> int:
         """Seed of a rank's generators: configured seed + r."""
         return seed + self._in_world(rank)

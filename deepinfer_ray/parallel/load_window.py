@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from deepinfer_ray.errors import ConfigError
-from deepinfer_ray.parallel.expert_group import ExpertGroup
+from deepinfer_ray.parallel.rank_group import RankGroup
 
 
 class ExpertCounters:
@@ -58,7 +58,7 @@ class LoadWindow:
         row.scatter_add_(1, local_experts_Yn, counts_Yn)
         self.next = (self.next + 1) % len(self.counts)
 
-    def total(self, group: ExpertGroup) -> np.ndarray:
+    def total(self, group: RankGroup) -> np.ndarray:
         """int32 [steps, Y, L] over all ranks; collective."""
         summed = self.counts.clone()
         group.sum(summed)
@@ -104,7 +104,7 @@ class LoadMeter:
         """Steps until one contains a gather (1 = the next one): whoever times steps leaves it out."""
         return len(self.tokens) - self.filled
 
-    def record(self, counters: Sequence[torch.Tensor], group: ExpertGroup) -> LoadBalance | None:
+    def record(self, counters: Sequence[torch.Tensor], group: RankGroup) -> LoadBalance | None:
         """After a step: int32 [Y, n] of every group of layers. Collective when the interval is full; returns
         the figures that the step before gathered."""
         done = self.take()

@@ -18,10 +18,10 @@ import torch
 
 from deepinfer_ray.errors import ConfigError, RankFailure
 from deepinfer_ray.parallel.balancer import balance, rank_balance, rank_loads
-from deepinfer_ray.parallel.expert_group import ExpertGroup
 from deepinfer_ray.parallel.expert_map import ExpertMap, RoutingTables
 from deepinfer_ray.parallel.expert_slots import ExpertSlots, SlotLedger
 from deepinfer_ray.parallel.load_window import ExpertCounters, LoadBalance, LoadMeter, LoadWindow
+from deepinfer_ray.parallel.rank_group import RankGroup
 from deepinfer_ray.parallel.shuffle import ShufflePlan, WeightShuffle
 
 logger = logging.getLogger("deepinfer_ray.eplb")
@@ -140,7 +140,7 @@ class Rebalancer:
     def __init__(
         self,
         groups: Sequence[LayerGroup],
-        ranks: ExpertGroup,
+        ranks: RankGroup,
         trigger: Trigger,
         *,
         stat_interval: int = 128,

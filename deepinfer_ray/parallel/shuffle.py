@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from deepinfer_ray.errors import ConfigError
-from deepinfer_ray.parallel.expert_group import ExpertGroup, Post
 from deepinfer_ray.parallel.expert_map import ExpertMap, ExpertMapError
 from deepinfer_ray.parallel.expert_slots import ExpertSlots, layer_bytes
+from deepinfer_ray.parallel.rank_group import Post, RankGroup
 
 
 class Transfer(NamedTuple):
@@ -151,7 +151,7 @@ class WeightShuffle:
         self,
         slots: ExpertSlots,
         num_local: int,
-        group: ExpertGroup,
+        group: RankGroup,
         p2p_groups: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer_ray.parallel.expert_group import ThreadGroup
 from deepinfer_ray.parallel.expert_map import ExpertMap
 from deepinfer_ray.parallel.expert_slots import SlotLedger, TensorSlots
+from deepinfer_ray.parallel.rank_group import ThreadGroup
 from deepinfer_ray.parallel.rebalance import LayerGroup, Rebalancer, Trigger
 
 pytestmark = pytest.mark.gpu

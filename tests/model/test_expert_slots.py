@@ -12,9 +12,9 @@ from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.model.expert_slots import MoESlots, balance_layers
 from deepinfer_ray.parallel.balancer import balance
 from deepinfer_ray.parallel.expert_exchange import LocalExchange
-from deepinfer_ray.parallel.expert_group import SingleRank
 from deepinfer_ray.parallel.expert_map import ExpertMap
 from deepinfer_ray.parallel.expert_slots import SlotLedger
+from deepinfer_ray.parallel.rank_group import SingleRank
 from deepinfer_ray.parallel.shuffle import ShufflePlan, WeightShuffle
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepinfer_ray.parallel.expert_group import ThreadGroup
+from deepinfer_ray.parallel.rank_group import ThreadGroup
 
 torch.set_num_threads(1)
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepinfer_ray.parallel.expert_group import ExpertGroup, TorchGroup
 from deepinfer_ray.parallel.expert_map import ExpertMap
 from deepinfer_ray.parallel.expert_slots import TensorSlots, slot_digests
+from deepinfer_ray.parallel.rank_group import RankGroup, TorchGroup
 from deepinfer_ray.parallel.rebalance import LayerGroup, Rebalancer, Trigger
 
 LAYERS, EXPERTS, ROWS, TOP = 2, 9, 40, 3
@@ -36,7 +36,7 @@ def expert_tensors(layer: int, experts: list[int]) -> list[torch.Tensor]:
     return [codes, scales, floats.transpose(1, 2).contiguous().transpose(1, 2)]
 
 
-def build(ranks: ExpertGroup, interval: int = 5, requested: int = 4, **options: Any) -> Rebalancer:
+def build(ranks: RankGroup, interval: int = 5, requested: int = 4, **options: Any) -> Rebalancer:
     """A rank of a group with two layers whose experts lie as the initial map says."""
     placement = ExpertMap.initial(LAYERS, EXPERTS, ranks.size, requested)
     layers = [expert_tensors(layer, placement.local_experts(layer, ranks.rank)) for layer in range(LAYERS)]
@@ -74,7 +74,7 @@ def step(rebalancer: Rebalancer, number: int) -> bool:
     return rebalancer.after_step(is_prefill=False) is not None
 
 
-def run(ranks: ExpertGroup, steps: int = 17) -> dict[str, Any]:
+def run(ranks: RankGroup, steps: int = 17) -> dict[str, Any]:
     """What a rank holds after some steps, as JSON-able data."""
     rebalancer = build(ranks)
     rebalanced = [number for number in range(steps) if step(rebalancer, number)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from deepinfer_ray.errors import ConfigError
-from deepinfer_ray.parallel.expert_group import SingleRank, ThreadGroup
 from deepinfer_ray.parallel.load_window import ExpertCounters, LoadBalance, LoadMeter, LoadWindow
+from deepinfer_ray.parallel.rank_group import SingleRank, ThreadGroup
 
 
 def test_every_slot_of_a_row_counts_and_no_expert_does_not() -> None:

@@ -13,9 +13,9 @@ from deepinfer_ray.parallel import rebalance
 from deepinfer_ray.parallel.balanced_exchange import BalancedExchange
 from deepinfer_ray.parallel.balancer import balance
 from deepinfer_ray.parallel.expert_exchange import LocalExchange
-from deepinfer_ray.parallel.expert_group import SingleRank, ThreadGroup
 from deepinfer_ray.parallel.expert_map import ExpertMap
 from deepinfer_ray.parallel.expert_slots import TensorSlots
+from deepinfer_ray.parallel.rank_group import SingleRank, ThreadGroup
 from deepinfer_ray.parallel.rebalance import LayerGroup, Rebalancer, Trigger
 
 # ---- when

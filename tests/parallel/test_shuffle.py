@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from deepinfer_ray.errors import ConfigError, RankFailure
-from deepinfer_ray.parallel.expert_group import SingleRank, ThreadGroup
 from deepinfer_ray.parallel.expert_map import ExpertMap, ExpertMapError
 from deepinfer_ray.parallel.expert_slots import SlotLedger, TensorSlots, slot_bytes, slot_digests
+from deepinfer_ray.parallel.rank_group import SingleRank, ThreadGroup
 from deepinfer_ray.parallel.shuffle import Copy, ShufflePlan, Transfer, WeightShuffle, plan_layer
 
 
@@ -206,9 +206,9 @@ def test_nothing_to_move_costs_no_message() -> None:
 def test_a_peer_that_does_not_come_is_a_failure() -> None:
     old, new = ExpertMap.initial(1, 4, 2), ExpertMap.from_physical(np.array([[2, 3, 0, 1]]), 4, 2)
     shuffle = WeightShuffle(TensorSlots([[torch.zeros(2, 1)]]), 2, ThreadGroup.of(2, timeout_s=0.05)[1])
-    with pytest.raises(RankFailure, match="expert rank 1 waited in vain for bytes of rank 0"):
+    with pytest.raises(RankFailure, match="rank 1 waited in vain for bytes of rank 0"):
         shuffle.run(ShufflePlan.between(old, new))
-    with pytest.raises(RankFailure, match="expert rank 0 waited in vain for the others"):
+    with pytest.raises(RankFailure, match="rank 0 waited in vain for the others"):
         ThreadGroup.of(2, timeout_s=0.05)[0].sum(torch.zeros(1))
     with pytest.raises(RankFailure, match="a group of one rank has nobody"):
         SingleRank().exchange([(torch.zeros(1), 0)], [])

@@ -1,15 +1,17 @@
-"""What balancing asks of an expert-parallel group: sums, gathers, one sender's array, paired byte copies.
+"""What the ranks of one group say to each other: rows to owners, gathers, sums, one sender's array, byte copies.
 
 Knows: the contract, the group of one rank, ranks as threads of one process, torch.distributed. Does not know:
-what is sent. Every call is collective and made by all ranks in the same order, but `exchange`, which only the
-ranks that send or receive make.
+what is sent, which ranks form a group (`groups.py`). Every call is collective and made by all ranks in the
+same order, but `exchange`, which only the ranks that send or receive make.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -21,8 +23,8 @@ Post = tuple[torch.Tensor, int]
 """(contiguous 1-D uint8 tensor, the other rank inside the group)."""
 
 
-class ExpertGroup(Protocol):
-    """The ranks that share one set of experts; tensors may lie on any device that the transport knows."""
+class RankGroup(Protocol):
+    """Ranks that act together; tensors may lie on any device that the transport knows."""
 
     rank: int
     size: int
@@ -41,7 +43,18 @@ class ExpertGroup(Protocol):
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[size, …]: the tensors of all ranks, in rank order."""
+        """[size, …]: the tensors of all ranks, in rank order; equal shapes."""
+        ...
+
+    def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """[sum(receive), …]: from each rank, in rank order, the rows that it had for this one.
+
+        rows: [sum(send), …], the first `send[0]` for rank 0 and so on. Zero rows are fine.
+        """
+        ...
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values (below 2^63)."""
         ...
 
 
@@ -52,7 +65,7 @@ class SingleRank:
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
         if sends or receives:
-            raise RankFailure("a group of one rank has nobody to exchange expert weights with")
+            raise RankFailure("a group of one rank has nobody to exchange bytes with")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         pass
@@ -63,19 +76,38 @@ class SingleRank:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0)
 
+    def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        return rows
+
+    def minimum(self, value: int) -> int:
+        return value
+
 
 class TorchGroup:
     """A torch.distributed group (NCCL or gloo), with a gloo twin for tensors in host memory.
 
-    cpu_group: where `group` is NCCL, the same ranks over gloo. Time-outs are those of the groups.
+    cpu_group: where `group` is NCCL, the same ranks over gloo. Time-outs are those of the groups. name: what
+    errors call it; a collective that fails is a `RankFailure`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None = None) -> None:
-        self.group, self.cpu_group = group, cpu_group or group
+    def __init__(
+        self, group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None = None, name: str = "expert"
+    ) -> None:
+        self.group, self.cpu_group, self.name = group, cpu_group or group, name
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def _for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self.cpu_group if tensor.device.type == "cpu" else self.group
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankFailure(
+                f"{self.name} rank {self.rank} of {self.size}: {what} failed, another rank of the group is gone "
+                f"or too slow (parallel.timeout_s): {str(error).splitlines()[0]}"
+            ) from error
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
         works: list[dist.P2POp] = []
@@ -83,20 +115,39 @@ class TorchGroup:
             for tensor, peer in posts:
                 group = self._for(tensor)
                 works.append(dist.P2POp(action, tensor, dist.get_global_rank(group, peer), group))
-        for work in dist.batch_isend_irecv(works) if works else ():
-            work.wait()
+        with self._named("an exchange of bytes"):
+            for work in dist.batch_isend_irecv(works) if works else ():
+                work.wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         group = self._for(tensor)
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+        with self._named("a broadcast"):
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self._for(tensor))
+        with self._named("a sum"):
+            dist.all_reduce(tensor, group=self._for(tensor))
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._for(tensor))
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        with self._named("a gather"):
+            dist.all_gather(parts, tensor.contiguous(), group=self._for(tensor))
         return torch.stack(parts)
+
+    def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        # As bytes: a transport need not know every dtype.
+        width = math.prod(rows.shape[1:]) * rows.element_size()
+        data = rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], width)
+        out = data.new_empty((sum(receive), width))
+        with self._named("an exchange of rows"):
+            dist.all_to_all_single(out, data, list(receive), list(send), group=self._for(rows))
+        return out.view(-1).view(rows.dtype).view(len(out), *rows.shape[1:])
+
+    def minimum(self, value: int) -> int:
+        least = torch.tensor([value], dtype=torch.int64)
+        with self._named("a minimum"):
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.cpu_group)
+        return int(least)
 
 
 class ThreadGroup:
@@ -122,9 +173,7 @@ class ThreadGroup:
             try:
                 tensor.copy_(shared.mail[peer, self.rank].get(timeout=shared.timeout_s))
             except queue.Empty:
-                raise RankFailure(
-                    f"expert rank {self.rank} waited in vain for bytes of rank {peer}"
-                ) from None
+                raise RankFailure(f"rank {self.rank} waited in vain for bytes of rank {peer}") from None
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         tensor.copy_(self._all(tensor)[0])
@@ -135,6 +184,18 @@ class ThreadGroup:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all(tensor))
 
+    def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        sizes = torch.tensor(list(send))
+        parts = []
+        for theirs, sent in zip(self._all(sizes), self._all(rows), strict=True):
+            parts.append(sent.split(theirs.tolist())[self.rank])
+        if [len(part) for part in parts] != list(receive):
+            raise RankFailure(f"rank {self.rank} expected {list(receive)} rows, got other numbers")
+        return torch.cat(parts)
+
+    def minimum(self, value: int) -> int:
+        return min(int(part) for part in self._all(torch.tensor(value)))
+
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         shared = self._shared
         try:
@@ -143,7 +204,7 @@ class ThreadGroup:
             parts = list(shared.slots)
             shared.barrier.wait(shared.timeout_s)
         except threading.BrokenBarrierError:
-            raise RankFailure(f"expert rank {self.rank} waited in vain for the others") from None
+            raise RankFailure(f"rank {self.rank} waited in vain for the others") from None
         return [part for part in parts if part is not None]
 
 
