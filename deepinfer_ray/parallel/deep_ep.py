@@ -98,7 +98,7 @@ class DeepEPExchange:
         self.shared, self.ranks, self.num_local_experts = shared, ranks, num_local_experts
 
     def dispatch(self, x_TD: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> Received:
-        """See `ExpertExchange`; x must be quantized already. One received row for each (row, local expert)."""
+        """See `ExpertExchange`; x is quantized already. One received row for each (row, local expert)."""
         if x_TD.shape[0] > self.shared.max_rows:
             raise ConfigError(
                 f"a step of {x_TD.shape[0]} rows exceeds the exchange buffer of {self.shared.max_rows}"

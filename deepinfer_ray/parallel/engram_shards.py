@@ -29,7 +29,7 @@ class ShardedEngramStore:
     def __init__(
         self, group: RankGroup, rows: list[int], codes: list[torch.Tensor], scales: list[torch.Tensor]
     ) -> None:
-        """rows: of each whole table. codes, scales: uint8, this rank's `shard_range` of each, in host memory."""
+        """rows: of each whole table. codes, scales: uint8, this rank's `shard_range` of each, on the host."""
         self.group, self.width = group, codes[0].shape[1]
         self.shares = [padded_rows(count, group.size) // group.size for count in rows]
         self.shards = [torch.cat(parts, dim=1) for parts in zip(codes, scales, strict=True)]

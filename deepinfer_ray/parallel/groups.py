@@ -1,7 +1,7 @@
 """The process groups of one gang: who calls whom, over torch.distributed (spec/distributed.md §1.2, §5).
 
-Knows: rendezvous at an address that somebody gives, gloo and NCCL groups of a `RankGrid`, their time-outs, one
-warm-up collective each, how to leave. Does not know: Ray, models, what is sent.
+Knows: rendezvous at an address that somebody gives, gloo and NCCL groups of a `RankGrid`, their time-outs,
+one warm-up collective each, how to leave. Does not know: Ray, models, what is sent.
 
 A gang is one torch world: gangs share no collective. Ranks here are numbered inside the gang. Every rank
 creates every group in the same order, also those that it is not in.
@@ -102,8 +102,8 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Meet the other ranks of this gang (`grid` is the gang's) and make all groups; collective.
 
-        timeout_s: of every later collective. On CUDA each group is an NCCL one with a gloo twin. `RankFailure`
-        when somebody does not come.
+        timeout_s: of every later collective. On CUDA each group is an NCCL one with a gloo twin.
+        `RankFailure` when somebody does not come.
         """
         where = f"rank {rank} of {grid.world_size} at {rendezvous.host}:{rendezvous.port}"
         timeout, cuda = timedelta(seconds=timeout_s), torch.device(device).type == "cuda"
@@ -130,8 +130,8 @@ class ProcessGroups:
         except (RuntimeError, ValueError) as error:  # torch.distributed's own errors are RuntimeErrors
             abort()
             raise RankFailure(
-                f"{where}: the ranks of this gang did not all meet (one is missing, died, or the network keeps "
-                f"them apart; parallel.timeout_s): {str(error).splitlines()[0]}"
+                f"{where}: the ranks of this gang did not all meet (one is missing, died, or the network "
+                f"keeps them apart; parallel.timeout_s): {str(error).splitlines()[0]}"
             ) from error
         return cls(
             grid, rank, cp=cp, ep=ep, engram=engram, gang=gang, votes=votes if rank in drivers else None

@@ -1,4 +1,4 @@
-"""What the ranks of one group say to each other: rows to owners, gathers, sums, one sender's array, byte copies.
+"""What the ranks of one group say to each other: rows to owners, gathers, sums, broadcasts, byte copies.
 
 Knows: the contract, the group of one rank, ranks as threads of one process, torch.distributed. Does not know:
 what is sent, which ranks form a group (`groups.py`). Every call is collective and made by all ranks in the
@@ -105,8 +105,8 @@ class TorchGroup:
             yield
         except RuntimeError as error:
             raise RankFailure(
-                f"{self.name} rank {self.rank} of {self.size}: {what} failed, another rank of the group is gone "
-                f"or too slow (parallel.timeout_s): {str(error).splitlines()[0]}"
+                f"{self.name} rank {self.rank} of {self.size}: {what} failed, another rank of the group is "
+                f"gone or too slow (parallel.timeout_s): {str(error).splitlines()[0]}"
             ) from error
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:

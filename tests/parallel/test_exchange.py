@@ -1,4 +1,4 @@
-"""Rows to experts and back over ranks: both formats, ranks without rows, Engram shards, DeepEP's interface."""
+"""Rows to experts and back over ranks: two formats, ranks without rows, Engram shards, DeepEP's fake."""
 
 from __future__ import annotations
 
