@@ -195,7 +195,7 @@ def generate(
         list[str] | None, _flag("--set", "Any option: block.option=value; may be repeated.", _CONFIG)
     ] = None,
 ) -> None:
-    """Run every row of a Parquet data set through the model; one output row for each.
+    """Run every row of a Parquet or JSONL data set through the model; one output row for each.
 
     Starts a local Ray, or joins the cluster of RAY_ADDRESS. May be killed at any moment: the same command
     resumes. Progress goes to stderr, the last line of stdout is a JSON summary. Exit codes: 0 done, 2 usage,

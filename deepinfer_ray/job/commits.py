@@ -80,6 +80,10 @@ class Commits:
         if self._waiting:
             concurrent.futures.wait([self._waiting[0][0]], timeout_s)
 
+    def drop(self) -> None:
+        """Leave what is not being written yet undone: there is no time."""
+        self._waiting = deque((future, size) for future, size in self._waiting if not future.cancel())
+
     def close(self) -> list[Committed]:
         """Let what is on its way end; the parts that became visible. Raises nothing."""
         self._pool.shutdown(wait=True)

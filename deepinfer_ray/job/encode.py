@@ -95,7 +95,8 @@ class Encoder:
         schema_of = values.getter(table[self._schema_column]) if self._schema_column else None
         ids = id_strings(table[self._id_column]) if self._id_column else None
         for row in range(table.num_rows):
-            row_id = (ids and ids[row]) or part.row_name(row)
+            own = ids[row] if ids is not None else None
+            row_id = part.row_name(row) if own is None else own
             if errors and row in errors:
                 yield EncodedRow(row_id, error=errors[row])
             else:

@@ -22,7 +22,7 @@ from deepinfer_ray.job.observe import Observer
 from deepinfer_ray.job.plan import Part
 from deepinfer_ray.job.prefix_order import PrefixWindow
 from deepinfer_ray.job.progress import Progress
-from deepinfer_ray.job.signals import StopSignals
+from deepinfer_ray.job.signals import StopNow, StopSignals
 from deepinfer_ray.job.sink import Counts, KeptOutcome, RowOutcome
 
 POLL_S = 0.1
@@ -126,6 +126,9 @@ class Runner:
                 self._count(self._commits.collect())
                 self._check_error_rate(self._min_rows_for_rate)
                 self._show()
+        except StopNow:
+            self._commits.drop()
+            raise
         finally:
             self._feeder.stop()
             try:

@@ -162,13 +162,15 @@ class Store:
                 if there == size:
                     return
                 raise OSError(f"{size} bytes were sent, {there} are there")
-            except (OSError, pa.ArrowException):
-                with contextlib.suppress(OSError, pa.ArrowException):
+            except BaseException as error:  # closing a stream may have shown what it had got so far
+                with contextlib.suppress(Exception):
                     if self._size(name) not in (None, size, before):
                         self.filesystem.delete_file(self.path(name))
+                if not isinstance(error, Exception):
+                    raise
                 delay = next(delays, None)
                 if delay is None:
-                    raise
+                    raise OSError(str(error)) from error  # stores have error types of their own
                 self._sleep(delay)
 
     def _size(self, name: str) -> int | None:

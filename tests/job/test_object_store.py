@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import threading
 import time
 
@@ -79,6 +81,42 @@ def test_an_upload_that_never_succeeds_leaves_nothing_behind(job, rows_file, fau
     assert len(parts()) == outcome.summary.counts.rows == 200
 
 
+def test_an_interrupted_upload_leaves_nothing_behind():
+    """Closing the stream shows what it had got so far; the one who interrupts cannot wait for more."""
+
+    class Halting(io.BytesIO):
+        def read(self, size=-1):
+            if self.tell():
+                raise KeyboardInterrupt
+            return super().read(3)
+
+    store = Store(OUT)
+    whole = Halting(b"0123456789")
+    whole.seek(0, io.SEEK_END)
+    with pytest.raises(KeyboardInterrupt):
+        store._put("results.jsonl", whole)
+    assert FaultyStore.puts["bucket/out/results.jsonl"] == 1
+    assert store.read("results.jsonl") is None
+
+
+def test_an_error_type_of_the_stores_own():
+    store = Store(OUT, sleep=lambda seconds: None)
+
+    def fill(file):
+        file.write(b"x")
+
+    class StoreError(Exception):
+        pass
+
+    def put(self, path, data):
+        raise StoreError("token expired")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FaultyStore, "put_object", put)
+        with pytest.raises(OutputError, match=r"cannot write bucket/out/a: .*token expired"):
+            store.write("a", fill)
+
+
 def test_a_listing_that_forgets_parts_costs_work_but_no_row(job, rows_file, faults):
     job(input=rows_file, output=OUT, sets=SMALL)
     complete = parts()
@@ -115,6 +153,26 @@ def lost(lease):
     except OutputError:
         return True
     return False
+
+
+def test_a_second_signal_does_not_wait_for_the_parts_in_line(job, write_rows, faults, tmp_path):
+    """What is being uploaded ends; what waits for its turn is redone by the next run."""
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [f"row {row}" for row in range(400)]})
+    faults.put_s, visible = 0.1, []
+
+    def interrupt(stub):
+        if stub.submitted >= 150 and not visible:
+            visible.append(len(parts()) // 10)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = job(input=path, output=OUT, stub=StubBackend(capacity=20, on_poll=interrupt), sets=SMALL)
+    assert outcome.exit_code == 130
+    assert outcome.summary.counts.rows == len(parts()) < 150
+    assert len(parts()) // 10 <= visible[0] + UPLOADS + 1
+    faults.put_s = 0.0
+    assert job(input=path, output=OUT, sets=SMALL).exit_code == 0
+    assert len(parts()) == 400
 
 
 class TestLease:

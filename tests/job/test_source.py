@@ -207,6 +207,12 @@ class TestIds:
             pa.array(["x"]).dictionary_encode(),
         )
 
+    def test_an_empty_string_is_an_id(self, job, write_rows, read_output, tmp_path):
+        job(
+            input=write_rows(tmp_path / "in.parquet", {"prompt": ["a", "b"], "id": ["", "x"]}), id_column="id"
+        )
+        assert [row["row_id"] for row in read_output(tmp_path / "out")] == ["", "x"]
+
     def test_duplicate_in_another_file(self, check):
         first, second = [f"a{i}" for i in range(700)], [f"b{i}" for i in range(650)]
         second[640] = "a333"
