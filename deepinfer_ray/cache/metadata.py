@@ -236,6 +236,7 @@ def build_decode(
     extras: Sequence[np.ndarray] = (),
     fixed_shape: bool = False,
     whole_tables: bool = False,
+    expand: bool = True,
 ) -> StepMetadata:
     """Metadata of a decode or verify step: rows of sequence i sit at positions `[k_i - q_i, k_i)`, q ≥ 1.
 
@@ -243,65 +244,29 @@ def build_decode(
     the longest sequence uses are copied. `valid` is False on placeholder rows (state 0, block 0).
     fixed_shape: no shape depends on values: only n, T and the power of two above the table's width count.
     whole_tables: with all columns of `block_tables`.
+    expand: False leaves what `StepMetadata.expand` computes to the caller.
     """
     staging = staging or Staging(device)
-    arrays: list[np.ndarray] = []
-    n, window, ring, states = len(q), layout.window, layout.ring_rows, layout.state_rows
+    n = len(q)
     k = k.astype(np.int64)
-    state_T = state_ids.astype(np.int64)
     longest = int(k.max())
     columns = layout.blocks_for(longest)
     if fixed_shape:
         columns = min(1 << (columns - 1).bit_length(), block_tables.shape[1])
     if whole_tables:
         columns = block_tables.shape[1]
-    tables = block_tables[:, :columns]
     cu = load_plan.exclusive_sums(q)
-    if cu[-1] == n:
+    one_row_each = bool(cu[-1] == n)
+    if one_row_each:
         seq, pos = np.arange(n), k - 1
     else:
         seq, j = load_plan.ragged_arange(q, cu)
         pos = (k - q)[seq] + j
-        state_T = state_T[seq]
-    ring_base = state_T * ring
-    length = np.minimum(pos + 1, window)
-    arrays.append(input_ids)
-    arrays.append(pos)
-    arrays.append(ngram_ids)
-    arrays.append(seq)
-    arrays.append(cu)
-    arrays.append(cu[1:] - 1)
-    arrays.append(ring_base + pos % ring)
-    arrays.append(state_T * states + pos % states)
-    arrays.append(tables)
-    arrays.append((pos - length + 1) % ring)
-    arrays.append(ring_base)
-    rows_T = np.arange(len(pos))
-    short = rows_T if fixed_shape else np.flatnonzero(length < window)
-    arrays.append(short)
-    arrays.append(length[short])
-    page, at = np.divmod(pos, layout.block_tokens)
-    block_T = tables[seq, page].astype(np.int64)
-    for ratio in ratios:
-        # A row that closes a group lies in its entry's block: the block is a multiple of the group.
-        klen = (pos + 1) // ratio
-        first = (klen - 1) * ratio
-        slots = block_T * (layout.block_tokens // ratio) + at // ratio
-        closing, members = rows_T, (state_T * states)[:, None] + (first[:, None] + np.arange(ratio)) % states
-        if ratio > 1:
-            closes = first + ratio - 1 == pos
-            closing = rows_T if fixed_shape else rows_T[closes]
-            first = np.where(closes, first, 0)
-            slots = np.where(closes, slots, -1)
-            members = np.where(closes[:, None], members, -1)
-        arrays.append(first)
-        arrays.append(slots)
-        arrays.append(klen)
-        arrays.append(members)
-        arrays.append(closing)
-    given = [] if valid is None else [valid]
-    tensors = iter(staging.send([*arrays, *given, *extras]))
-    ids, positions, grams = next(tensors), next(tensors), next(tensors)
+    short = None if fixed_shape else np.flatnonzero(pos < layout.window - 1)
+    arrays = [input_ids, pos, ngram_ids, seq, cu, state_ids, block_tables[:, :columns]]
+    sent = [*arrays, *([] if short is None else [short]), *([] if valid is None else [valid]), *extras]
+    tensors = iter(staging.send(sent))
+    ids, positions, grams, seq_T, cu_n, state_n, tables_nB = (next(tensors) for _ in arrays)
     meta = StepMetadata(
         is_prefill=False,
         num_seqs=n,
@@ -309,39 +274,32 @@ def build_decode(
         input_ids=ids,
         positions=positions,
         ngram_ids=grams,
-        valid=positions,  # this and the window keys: `expand` below
         image_mask=None,
-        seq_of_row=next(tensors),
-        cu_q=next(tensors),
-        last_rows=next(tensors),
-        swa_store=next(tensors),
-        ring_positions=next(tensors),
+        seq_of_row=seq_T,
+        cu_q=cu_n,
+        last_rows=cu_n,  # this and the four below: `expand`
+        valid=positions,
+        swa_store=positions,
         swa_keys=positions,
+        ring_positions=positions,
         max_length=longest,
         all_valid=valid is None or (bool(valid.all()) and not fixed_shape),
     )
-    tables_nB, oldest_T, base_T, short_X, length_X = (next(tensors) for _ in range(5))
     for ratio in ratios:
-        meta.ratios[ratio] = RatioPlan(
-            ratio,
-            entry_positions=next(tensors),
-            entry_slots=next(tensors),
-            klen=next(tensors),
-            entry_ring=next(tensors),
-            closing=next(tensors),
-        )
         meta.max_klen[ratio] = (columns * layout.block_tokens if fixed_shape else longest) // ratio
     meta.expansion = DecodeExpansion(
-        window,
-        ring,
-        next(tensors) if given else None,
-        tables_nB,
-        bool(cu[-1] == n),
-        oldest_T,
-        base_T,
-        short_X,
-        length_X,
+        window=layout.window,
+        ring_rows=layout.ring_rows,
+        state_rows=layout.state_rows,
+        block_tokens=layout.block_tokens,
+        ratios=tuple(ratios),
+        states=state_n,
+        tables=tables_nB,
+        one_row_each=one_row_each,
+        short=None if short is None else next(tensors),
+        valid=None if valid is None else next(tensors),
     )
     meta.extras = list(tensors)
-    meta.expand()
+    if expand:
+        meta.expand()
     return meta

@@ -128,7 +128,7 @@ class StepMetadata:
     extras: list[torch.Tensor] = field(default_factory=list)
     """What the caller sent along."""
     expansion: DecodeExpansion | None = None
-    """Decode: how `swa_keys`, `block_tables` and `valid` follow from what was sent."""
+    """Decode: how the other index tensors follow from what was sent."""
 
     def expand(self) -> None:
         """Decode: compute on the device what follows from the arrays that were sent; once when the step is
@@ -139,41 +139,90 @@ class StepMetadata:
 
 @dataclass(slots=True)
 class DecodeExpansion:
-    """Arrays of a decode step that only `StepMetadata.expand` reads."""
+    """What a decode step's rows follow from: positions and sequences of the step, and these arrays of its
+    sequences. The host sends no more than that (spec/engine.md §8.3)."""
 
     window: int
     ring_rows: int
-    valid: torch.Tensor | None
-    """[T] int64, 0 on placeholder rows."""
+    state_rows: int
+    block_tokens: int
+    ratios: tuple[int, ...]
+    states: torch.Tensor
+    """[n] state slots."""
     tables: torch.Tensor
     """[n, B]."""
     one_row_each: bool
     """Whether sequences and rows are the same."""
-    first: torch.Tensor
-    """[T] ring offset of the oldest window key."""
-    base: torch.Tensor
-    """[T] first ring record of the row's sequence."""
-    short: torch.Tensor
-    """[X] rows that may see fewer keys than the window holds, and how many they see."""
-    short_length: torch.Tensor
+    short: torch.Tensor | None
+    """[X] rows that see fewer keys than the window holds; None = any may (steps of fixed shape)."""
+    valid: torch.Tensor | None
+    """[T] int64, 0 on placeholder rows."""
 
     def apply(self, meta: StepMetadata) -> None:
-        device = self.first.device
+        pos_T, seq_T = meta.positions, meta.seq_of_row
+        meta.last_rows = meta.cu_q[1:] - 1
         if self.valid is None:
-            meta.valid = torch.ones(len(self.first), dtype=torch.bool, device=device)
+            meta.valid = torch.ones(len(pos_T), dtype=torch.bool, device=pos_T.device)
         else:
             meta.valid = self.valid.bool()
-        # Rows of a sequence share its table: one copy goes up, the device spreads it.
-        tables = self.tables
-        meta.block_tables = tables if self.one_row_each else tables.index_select(0, meta.seq_of_row)
-        keys = _ring_windows(self.window, self.ring_rows, device).index_select(0, self.first)
-        keys.add_(self.base.unsqueeze(1))
-        if len(self.short):
-            column = torch.arange(self.window, device=device)
-            cut = keys.index_select(0, self.short)
-            cut.masked_fill_(column >= self.short_length.unsqueeze(1), -1)
-            keys.index_copy_(0, self.short, cut)
-        meta.swa_keys = keys
+        # Rows of a sequence share its table: one copy went up, the device spreads it.
+        if self.one_row_each:
+            tables_TB, state_T = self.tables, self.states
+        else:
+            tables_TB, state_T = self.tables.index_select(0, seq_T), self.states.index_select(0, seq_T)
+        meta.block_tables = tables_TB
+        base_T = state_T * self.ring_rows
+        meta.swa_store = base_T + pos_T % self.ring_rows
+        meta.swa_keys = self._window_keys(pos_T, base_T)
+        state_base_T = state_T * self.state_rows
+        meta.ring_positions = state_base_T + pos_T % self.state_rows
+        page_T = pos_T // self.block_tokens
+        at_T = pos_T - page_T * self.block_tokens
+        block_T = tables_TB.gather(1, page_T.unsqueeze(1)).squeeze(1)
+        for ratio in self.ratios:
+            meta.ratios[ratio] = self._ratio_plan(ratio, meta, state_base_T, block_T, at_T)
+
+    def _window_keys(self, pos_T: torch.Tensor, base_T: torch.Tensor) -> torch.Tensor:
+        first_T = (pos_T - (self.window - 1)).clamp_(min=0) % self.ring_rows
+        keys_TW = _ring_windows(self.window, self.ring_rows, pos_T.device).index_select(0, first_T)
+        keys_TW.add_(base_T.unsqueeze(1))
+        column = torch.arange(self.window, device=pos_T.device)
+        if self.short is None:
+            keys_TW.masked_fill_(column > pos_T.unsqueeze(1), -1)
+        elif len(self.short):
+            cut = keys_TW.index_select(0, self.short)
+            cut.masked_fill_(column > pos_T.index_select(0, self.short).unsqueeze(1), -1)
+            keys_TW.index_copy_(0, self.short, cut)
+        return keys_TW
+
+    def _ratio_plan(
+        self,
+        ratio: int,
+        meta: StepMetadata,
+        state_base_T: torch.Tensor,
+        block_T: torch.Tensor,
+        at_T: torch.Tensor,
+    ) -> RatioPlan:
+        pos_T = meta.positions
+        rows_T = torch.arange(len(pos_T), device=pos_T.device)
+        if ratio == 1:
+            slots_T = block_T * self.block_tokens + at_T
+            return RatioPlan(1, pos_T, slots_T, pos_T + 1, meta.ring_positions.unsqueeze(1), closing=rows_T)
+        # A row that closes a group lies in its entry's block: the block is a multiple of the group.
+        klen_T = (pos_T + 1) // ratio
+        open_T = klen_T * ratio != pos_T + 1
+        first_T = (klen_T - 1) * ratio
+        slots_T = block_T * (self.block_tokens // ratio) + at_T // ratio
+        member = torch.arange(ratio, device=pos_T.device)
+        members_Tr = (first_T.unsqueeze(1) + member) % self.state_rows + state_base_T.unsqueeze(1)
+        return RatioPlan(
+            ratio,
+            entry_positions=first_T.masked_fill_(open_T, 0),
+            entry_slots=slots_T.masked_fill_(open_T, -1),
+            klen=klen_T,
+            entry_ring=members_Tr.masked_fill_(open_T.unsqueeze(1), -1),
+            closing=rows_T if self.short is None else rows_T[~open_T],
+        )
 
 
 @functools.lru_cache(maxsize=16)
