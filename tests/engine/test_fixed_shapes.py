@@ -145,3 +145,26 @@ def test_placeholders_are_marked(tiny: Any) -> None:
     assert {step.rows % DEVICE_ROWS for step in seen} == {0}
     assert [int(step.valid.sum()) for step in seen][:3] == [300, 136, 5]
     assert [step.all for step in seen][:3] == [False, False, False]
+
+
+@pytest.mark.parametrize("multiples", [RowMultiples(), SIXTEEN], ids=["as they come", "sixteen"])
+@pytest.mark.parametrize("is_prompt", [False, True], ids=["decode", "prompt"])
+def test_a_step_without_sequences_is_placeholders_alone(
+    tiny: Any, multiples: RowMultiples, is_prompt: bool
+) -> None:
+    engine = make_engine(tiny)
+    engine.loop.inputs.multiples = multiples
+    plan = engine.scheduler.schedule()
+    assert plan.is_empty
+    plan.is_prompt = is_prompt
+    none = np.empty(0, np.int64)
+    with torch.inference_mode():
+        step = engine.loop.inputs.build(plan, none, None)
+        before = [engine.pools.blocks[1:].clone(), engine.pools.slots[1:].clone()]
+        hidden = tiny[1].forward(step.meta, engine.pools).hidden
+    assert step.meta.is_prefill == is_prompt
+    assert hidden.shape[0] == multiples.decode
+    assert not step.meta.valid.any()
+    assert len(step.sample_rows) == 0
+    assert torch.equal(engine.pools.blocks[1:], before[0])
+    assert torch.equal(engine.pools.slots[1:], before[1])
