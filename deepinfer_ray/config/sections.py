@@ -239,6 +239,8 @@ class EplbOptions(Section):
     after_prefill: bool = False
     stat_interval: int = Field(128, ge=1)
     verbose: bool = False
+    verify: bool = False
+    """Hash every expert slot after loading and after each rearrangement (reads all weights; for tests)."""
 
     @model_validator(mode="after")
     def _window_fits(self) -> EplbOptions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,20 @@ from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine.capacity import Capacity, plan_capacity
 from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.engine import Engine
+from deepinfer_ray.engine.lockstep import Follower, LeadingModel, LeadingPools, Lockstep
+from deepinfer_ray.engine.phase_vote import agree_num_blocks
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.model.checkpoint import Checkpoint
 from deepinfer_ray.model.engram_ids import checked_compressed_ids, load_tokenizer
+from deepinfer_ray.model.expert_slots import balance_layers
+from deepinfer_ray.model.moe import MoE
+from deepinfer_ray.model.v41 import TextModel
 from deepinfer_ray.model.weights import load_text_model
 from deepinfer_ray.ops.numerics import Numerics
+from deepinfer_ray.parallel.channel import Channel
+from deepinfer_ray.parallel.groups import ProcessGroups
+from deepinfer_ray.parallel.rebalance import Rebalancer, Trigger
 
 POSITION_SLACK = 128
 """Position tables reach this far beyond the context, so that plain and overlapped loops, whose last positions
@@ -113,7 +122,23 @@ def build_engine(
 
     device: `cpu`, `cuda`, `cuda:1`, `auto`; None = `runtime.backend`.
     """
+    engine = build_rank(model_dir, config, device, ProcessGroups.single(), timeline=timeline, rank=rank)
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def build_rank(
+    model_dir: str | Path,
+    config: EngineConfig | None,
+    device: str | None,
+    groups: ProcessGroups,
+    *,
+    timeline: Timeline | None = None,
+    rank: int = 0,
+) -> Engine | Follower:
+    """The engine of one rank of a gang; collective over the gang. rank: its number in the fleet."""
     parts = prepare(model_dir, config or EngineConfig(), device)
+    groups.check_alike(parts.config.model_dump_json())
     if parts.device.type == "cpu":
         capacity_of(parts)  # an impossible budget fails here, not after minutes of loading
     elif parts.device.index is not None:
@@ -121,13 +146,34 @@ def build_engine(
     bound = -(-(parts.config.max_model_len + POSITION_SLACK) // POSITION_SLACK) * POSITION_SLACK
     with Checkpoint.open(model_dir) as checkpoint:
         model = load_text_model(
-            checkpoint, parts.numerics, max_positions=bound, backend="cpu", device=parts.device
+            checkpoint,
+            parts.numerics,
+            max_positions=bound,
+            backend="cpu",
+            device=parts.device,
+            ranks=groups.for_model(parts.config.eplb.extra_experts),
         )
     capacity = capacity_of(parts)
-    num_slots = capacity.num_slots + capacity.num_snapshots
-    pools = CachePools(parts.layout, capacity.num_blocks, num_slots, parts.device)
+    # A driver's block and slot numbers are its followers' too, and votes compare like with like: the rank
+    # with the least memory sets the size for all.
+    num_blocks = capacity.num_blocks
+    if groups.gang.size > 1:
+        num_blocks = agree_num_blocks(groups.gang, num_blocks)
+    num_slots = groups.gang.minimum(capacity.num_slots + capacity.num_snapshots)
+    leads = groups.cp.size > 1 and groups.place.is_driver
+    pools = (LeadingPools if leads else CachePools)(parts.layout, num_blocks, num_slots, parts.device)
+    ranks: Lockstep | None = None
+    runner: Any = model
+    if groups.gang.size > 1:
+        rebalancer = _rebalancer(model, groups, parts.config, parts.device)
+        channel = Channel(groups.cp, parts.device) if groups.cp.size > 1 else None
+        if channel is not None and not leads:
+            return Follower(model, pools, groups, channel, rebalancer)
+        if isinstance(pools, LeadingPools) and channel is not None:
+            pools.channel, runner = channel, LeadingModel(model, channel)
+        ranks = Lockstep(groups, rebalancer, channel)
     return Engine(
-        model,
+        runner,
         pools,
         parts.tokenizer,
         parts.config,
@@ -135,4 +181,40 @@ def build_engine(
         defaults=parts.defaults,
         timeline=timeline,
         rank=rank,
+        ranks=ranks,
+    )
+
+
+def _rebalancer(
+    model: TextModel, groups: ProcessGroups, config: EngineConfig, device: torch.device
+) -> Rebalancer | None:
+    """What counts and moves the experts of an expert group; None in a group of one."""
+    if groups.ep.size == 1:
+        return None
+    options, ranks = config.eplb, groups.for_model(config.eplb.extra_experts)
+    blocks: list[list[Any]] = [list(model.blocks)]
+    if model.drafter is not None:
+        blocks.append(list(model.drafter.layers))
+    stacks: list[list[MoE]] = [[block.ffn for block in layers] for layers in blocks]
+    layer_groups = [
+        balance_layers(
+            layers,
+            ranks.placement(len(layers), layers[0].layer.num_experts),
+            groups.ep.rank,
+            options.window,
+            device,
+        )
+        for layers in stacks
+    ]
+    trigger = Trigger(
+        options.interval, options.window, after_prefill=options.after_prefill, role=config.scheduler.role
+    )
+    return Rebalancer(
+        layer_groups,
+        groups.ep,
+        trigger,
+        stat_interval=options.stat_interval,
+        p2p_groups=options.p2p_groups,
+        verify=options.verify,
+        verbose=options.verbose,
     )

@@ -26,6 +26,7 @@ from deepinfer_ray.engine.detokenizer import TextStream, TokenTable
 from deepinfer_ray.engine.flops import FlopModel, peak_tflops
 from deepinfer_ray.engine.gc_policy import GcPolicy
 from deepinfer_ray.engine.hooks import EngineHooks
+from deepinfer_ray.engine.lockstep import Lockstep
 from deepinfer_ray.engine.phase_vote import VoteGroup
 from deepinfer_ray.engine.profile_http import ProfileServer
 from deepinfer_ray.engine.profiling import DEFAULT_STEPS, Profiler, visible_gpu
@@ -66,12 +67,16 @@ class Engine:
         timeline: Timeline | None = None,
         hooks: EngineHooks | None = None,
         rank: int = 0,
+        ranks: Lockstep | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """compress: int32 token id -> Engram id, None for a model without Engram. settings: instead of those
         that `config` gives. votes: the data-parallel group, None = a rank on its own. hooks: what else
-        takes part in a step. rank: its number in logs and file names."""
-        self.config, self.model, self.pools = config, model, pools
+        takes part in a step. rank: its number in logs and file names. ranks: the other ranks of its gang,
+        with whom it then makes every turn."""
+        self.config, self.model, self.pools, self.ranks = config, model, pools, ranks
+        if ranks is not None:
+            votes = ranks.groups.votes
         self.vocab_size = model.config.text.vocab_size
         ends = (defaults or GenerationDefaults()).eos_token_ids or (model.config.eos_token_id,)
         self.eos_token_id, self._more_ends = ends[0], ends[1:]
@@ -94,7 +99,7 @@ class Engine:
                 f"sampling.token_blacklist names token {int(blacklist.max())}, the vocabulary ends at "
                 f"{self.vocab_size - 1}"
             )
-        self._lockstep = votes is not None and votes.size > 1
+        self._lockstep = ranks is not None or (votes is not None and votes.size > 1)
         self.loop = StepLoop(
             model,
             pools,
@@ -212,12 +217,21 @@ class Engine:
     # -- steps ------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestResult]:
-        """One step of the loop; results of the requests that ended."""
+        """One step of the loop; results of the requests that ended. In a gang one turn, which is collective
+        and runs no step if no rank has work."""
         results, self._refused = self._refused, []
+        agreement = None
+        if self.ranks is not None:
+            agreement = self.ranks.agree(self.scheduler, self.loop.has_in_flight)
+            if self.ranks.idle:
+                return results
         if self._lockstep or self.scheduler.has_unfinished or self.loop.has_in_flight:
             started = self._stats.clock()
             self.profiler.before_step()
-            terminals = self.loop.step()
+            terminals = self.loop.step(agreement)
+            if self.ranks is not None:
+                assert self.loop.last_plan is not None
+                self.ranks.after_step(self.loop.last_plan.is_prompt)
             goes_on = self._lockstep or self.scheduler.has_unfinished or self.loop.has_in_flight
             self.profiler.after_step(goes_on)
             self._record(started, goes_on)
@@ -238,10 +252,12 @@ class Engine:
         return bool(self._refused) or self.scheduler.has_unfinished or self.loop.has_in_flight
 
     def run(self) -> list[RequestResult]:
-        """Steps until nothing is left; results in the order in which they ended."""
+        """Steps until nothing is left, in a gang on any rank; results in the order in which they ended."""
         results: list[RequestResult] = []
-        while self.has_unfinished():
+        while self.has_unfinished() or self.ranks is not None:
             results += self.step()
+            if self.ranks is not None and self.ranks.idle:
+                break
         return results
 
     def wanted(self) -> int:
@@ -284,6 +300,8 @@ class Engine:
         self.profiler.close()
         self._stats_log.close()
         self.gc.release_process()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def check_integrity(self) -> None:
         """`IntegrityError` unless the scheduler's books balance."""

@@ -32,7 +32,7 @@ class VoteGroup(Protocol):
         ...
 
     def maximum(self, values: np.ndarray) -> np.ndarray:
-        """Element-wise largest of the ranks' vectors, int32 [4] -> int32 [4]."""
+        """Element-wise largest of the ranks' vectors, int32 [n] -> int32 [n]."""
         ...
 
 
@@ -110,7 +110,6 @@ class DistributedGroup:
         self._group = group
         self.size = torch.distributed.get_world_size(group)
         self._one = torch.zeros(1, dtype=torch.int32)
-        self._four = torch.zeros(4, dtype=torch.int32)
 
     def minimum(self, value: int) -> int:
         self._one[0] = value
@@ -118,9 +117,10 @@ class DistributedGroup:
         return int(self._one[0])
 
     def maximum(self, values: np.ndarray) -> np.ndarray:
-        self._four.copy_(torch.from_numpy(values))
-        torch.distributed.all_reduce(self._four, torch.distributed.ReduceOp.MAX, group=self._group)
-        return self._four.numpy().copy()
+        most = torch.from_numpy(values.copy())
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
+        result: np.ndarray = most.numpy()
+        return result
 
 
 def agree_num_blocks(group: VoteGroup, num_blocks: int) -> int:
@@ -142,10 +142,12 @@ def agree_num_blocks(group: VoteGroup, num_blocks: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What all ranks know before they schedule. unfinished: some rank still has work. idle: nobody has a
-    sequence to decode and somebody wants a prefill, so that waiting for the next point would only spin."""
+    sequence to decode and somebody wants a prefill, so that waiting for the next point would only spin.
+    leaving: every rank wants to end."""
 
     unfinished: bool
     idle: bool
+    leaving: bool = False
 
 
 class PhaseVote:
@@ -158,13 +160,15 @@ class PhaseVote:
         self.decode_step = 0
         self.num_votes = 0
 
-    def agree(self, unfinished: bool, decodable: bool, wants_prefill: bool) -> Agreement:
-        """One collective: does anybody have work, and is everybody idle beside a waiting prompt (§3.4)."""
-        wants = int(wants_prefill)
-        mine = np.array((int(unfinished), int(decodable), wants, -wants), np.int32)
+    def agree(
+        self, unfinished: bool, decodable: bool, wants_prefill: bool, leaving: bool = False
+    ) -> Agreement:
+        """One collective: does anybody have work, is everybody idle beside a waiting prompt (§3.4), does
+        everybody want to leave."""
+        mine = np.array((unfinished, decodable, wants_prefill, not leaving), np.int32)
         anyone = self.group.maximum(mine)
         idle = self._idle_fast_path and not anyone[1] and bool(anyone[2])
-        return Agreement(unfinished=bool(anyone[0]), idle=bool(idle))
+        return Agreement(unfinished=bool(anyone[0]), idle=bool(idle), leaving=not anyone[3])
 
     def decide(self, wants_prefill: Callable[[], bool], try_prefill: Callable[[], bool], idle: bool) -> bool:
         """Whether this step is a prefill on every rank. `try_prefill` admits and says if it found anything;

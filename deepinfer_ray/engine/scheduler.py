@@ -229,14 +229,15 @@ class Scheduler:
 
     # -- steps ----------------------------------------------------------------------------------------
 
-    def agree(self) -> Agreement:
-        """One collective over the group: is there work anywhere, is everybody idle. Once per turn of the
-        loop."""
+    def agree(self, *, in_flight: bool = False, leaving: bool = False) -> Agreement:
+        """One collective over the group: is there work anywhere, is everybody idle, does everybody leave.
+        Once per turn of the loop. in_flight: a step that is not committed here counts as work."""
         state = self.state
         return self._vote.agree(
-            self.has_unfinished,
+            self.has_unfinished or in_flight,
             state.num_decodable() > 0 or bool(state.prompted),
             wants_prefill(state),
+            leaving,
         )
 
     def schedule(self, agreement: Agreement | None = None) -> StepPlan:

@@ -25,6 +25,7 @@ from deepinfer_ray.engine import inputs, sampler
 from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.host_copy import HostCopy
 from deepinfer_ray.engine.inputs import HistoryReader, InFlight, PromptScores
+from deepinfer_ray.engine.phase_vote import Agreement
 from deepinfer_ray.engine.plan import CommitResult, StepOutputs, StepPlan
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Terminal
@@ -129,14 +130,17 @@ class StepLoop:
             self._blacklist = torch.from_numpy(blacklist).to(self.device)
         self._guarded = sync_guard and self.device.type == "cuda"
         self._previous: Flight | None = None
+        self._agreement: Agreement | None = None
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
         self._commits: list[CommitResult] = []
 
     # -- the two loops ----------------------------------------------------------------------------------
 
-    def step(self) -> list[Terminal]:
-        """One step of this rank, possibly empty."""
+    def step(self, agreement: Agreement | None = None) -> list[Terminal]:
+        """One step of this rank, possibly empty. agreement: what the ranks agreed on for this turn, if the
+        caller asked them."""
+        self._agreement = agreement
         return self._step_overlapped() if self.overlapped else self._step_plain()
 
     @torch.inference_mode()
@@ -200,7 +204,7 @@ class StepLoop:
 
     def _schedule(self) -> StepPlan:
         with self._span("schedule", self.num_steps + 1):
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self._agreement)
         self.num_steps += 1
         self.last_plan = plan
         return plan

@@ -10,6 +10,7 @@ creates every group in the same order, also those that it is not in.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from deepinfer_ray.errors import RankFailure
 from deepinfer_ray.parallel.grid import RankGrid, RankPlace
+from deepinfer_ray.parallel.model_ranks import ModelRanks
 from deepinfer_ray.parallel.rank_group import RankGroup, SingleRank, TorchGroup
 
 
@@ -73,20 +75,19 @@ class ProcessGroups:
         ep: RankGroup,
         engram: RankGroup,
         gang: RankGroup,
-        votes: dist.ProcessGroup | None,
+        votes: RankGroup,
     ) -> None:
         self.grid, self.rank = grid, rank
         self.place: RankPlace = grid.place(rank)
         self.cp, self.ep, self.engram, self.gang = cp, ep, engram, gang
         self.votes = votes
-        """gloo group of the gang's drivers, which take the same kind of step; None = a single one, or a
-        follower."""
+        """The gang's drivers, which take the same kind of step, over gloo; of no use to a follower."""
 
     @classmethod
     def single(cls) -> ProcessGroups:
         """A rank on its own."""
         one = SingleRank()
-        return cls(RankGrid.build(), 0, cp=one, ep=one, engram=one, gang=one, votes=None)
+        return cls(RankGrid.build(), 0, cp=one, ep=one, engram=one, gang=one, votes=one)
 
     @classmethod
     def connect(
@@ -125,7 +126,7 @@ class ProcessGroups:
             ep = made.group("expert", grid.groups("ep"))
             engram = made.group("Engram", grid.groups("engram"))
             drivers = list(range(0, grid.world_size, grid.cp))
-            votes = made.gloo(drivers) if len(drivers) > 1 else None
+            votes = made.host_group("vote", drivers)
             made.warm_up(torch.device(device))
         except (RuntimeError, ValueError) as error:  # torch.distributed's own errors are RuntimeErrors
             abort()
@@ -133,9 +134,22 @@ class ProcessGroups:
                 f"{where}: the ranks of this gang did not all meet (one is missing, died, or the network "
                 f"keeps them apart; parallel.timeout_s): {str(error).splitlines()[0]}"
             ) from error
-        return cls(
-            grid, rank, cp=cp, ep=ep, engram=engram, gang=gang, votes=votes if rank in drivers else None
-        )
+        return cls(grid, rank, cp=cp, ep=ep, engram=engram, gang=gang, votes=votes)
+
+    def for_model(self, extra_experts: int = 0) -> ModelRanks:
+        """What the model needs of these groups."""
+        return ModelRanks(self.ep, self.engram, self.cp, extra_experts)
+
+    def check_alike(self, settings: str) -> None:
+        """`RankFailure` on every rank unless all were given the same settings; collective."""
+        digest = hashlib.blake2b(settings.encode(), digest_size=8).digest()
+        everyone = self.gang.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        different = [rank for rank in range(self.gang.size) if not torch.equal(everyone[rank], everyone[0])]
+        if different:
+            raise RankFailure(
+                f"rank {different[0]} of this gang was started with other settings than rank 0; all ranks of "
+                "a gang need the same engine configuration and the same version of this package"
+            )
 
     def close(self) -> None:
         """Leave together; collective, only where no rank failed."""
@@ -179,7 +193,14 @@ class _Maker:
         self._rank, self._timeout, self._cuda, self._ctas = rank, timeout, cuda, nccl_ctas
         self._made: dict[str, TorchGroup] = {}
 
-    def gloo(self, members: list[int]) -> dist.ProcessGroup:
+    def host_group(self, name: str, members: list[int]) -> RankGroup:
+        """A group over gloo alone; whoever is not in it gets a group of one."""
+        if len(members) == 1:
+            return SingleRank()
+        group = self._gloo(members)
+        return TorchGroup(group, name=name) if self._rank in members else SingleRank()
+
+    def _gloo(self, members: list[int]) -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend="gloo")
         return made
 
@@ -198,7 +219,7 @@ class _Maker:
         if key not in self._made:
             mine: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
             for members in lists:
-                cpu = self.gloo(members)
+                cpu = self._gloo(members)
                 device = self._nccl(members) if self._cuda else cpu
                 if self._rank in members:
                     mine = device, cpu

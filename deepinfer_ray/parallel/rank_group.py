@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,6 +58,10 @@ class RankGroup(Protocol):
         """The smallest of the ranks' values (below 2^63)."""
         ...
 
+    def maximum(self, values: np.ndarray) -> np.ndarray:
+        """Element-wise largest of the ranks' vectors of one dtype and length."""
+        ...
+
 
 class SingleRank:
     """A group of one: nothing to tell anybody."""
@@ -81,6 +86,9 @@ class SingleRank:
 
     def minimum(self, value: int) -> int:
         return value
+
+    def maximum(self, values: np.ndarray) -> np.ndarray:
+        return values
 
 
 class TorchGroup:
@@ -149,6 +157,13 @@ class TorchGroup:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.cpu_group)
         return int(least)
 
+    def maximum(self, values: np.ndarray) -> np.ndarray:
+        most = torch.from_numpy(values.copy())
+        with self._named("a maximum"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.cpu_group)
+        result: np.ndarray = most.numpy()
+        return result
+
 
 class ThreadGroup:
     """A rank that is a thread of this process: the same protocol without processes, for tests and benchmarks.
@@ -195,6 +210,10 @@ class ThreadGroup:
 
     def minimum(self, value: int) -> int:
         return min(int(part) for part in self._all(torch.tensor(value)))
+
+    def maximum(self, values: np.ndarray) -> np.ndarray:
+        result: np.ndarray = torch.stack(self._all(torch.from_numpy(values))).amax(0).numpy()
+        return result
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         shared = self._shared

@@ -1,0 +1,117 @@
+"""Engines that share experts, tables and prompts over ranks give the bits of one rank, on any grid."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer_ray.errors import RankFailure
+from deepinfer_ray.parallel.groups import ProcessGroups
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gangs", Path(__file__).with_name("gangs.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gangs"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+gangs = _load()
+Case = gangs.Case
+FAST_EPLB = {"eplb": {"interval": 5, "window": 5, "extra_experts": 2, "verify": True}}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def check(case: Any) -> list[Any]:
+    results = gangs.on_threads(case)
+    assert gangs.merged(results) == gangs.alone(case)
+    assert len({result["steps"] for result in results}) == 1, "every rank makes the same steps"
+    return results
+
+
+def test_expert_parallel_engines_give_the_bits_of_one() -> None:
+    """(D, C, E) = (2, 1, 2): tokens, log-probabilities of tokens, alternatives and prompts."""
+    check(Case((2, 1, 2, 0)))
+
+
+def test_in_mode_exact_too() -> None:
+    check(Case((2, 1, 2, 0), numerics="exact", seed=1))
+
+
+def test_an_engine_without_requests_runs_along() -> None:
+    """Its placeholders keep the others' exchanges going and leave no trace."""
+    check(Case((2, 1, 2, 0), skip=1, count=4, seed=2))
+
+
+def test_replicas_that_only_share_tables() -> None:
+    """N = 2 over D = 1: the second rank is a replica of the model that takes requests of its own."""
+    check(Case((1, 1, 1, 2), seed=3))
+
+
+def test_rebalances_during_the_run_change_no_bit() -> None:
+    """Redundant experts, an interval of 5 steps; the hash of every slot is checked right after each."""
+    results = check(Case((2, 1, 2, 0), options=FAST_EPLB, max_tokens=24, seed=4))
+    assert all(result["rebalances"] >= 3 for result in results)
+
+
+def test_the_smallest_memory_sets_the_blocks_of_all() -> None:
+    """Ranks with unequal memory agree on the minimum."""
+    case = Case((2, 1, 2, 0), count=4, seed=5)
+
+    def body(case: Any, groups: ProcessGroups, rank: int) -> Any:
+        own = type(case)(**{**vars(case), "options": {"cache.num_blocks_override": 13 - 4 * rank}})
+        groups.check_alike = lambda settings: None  # type: ignore[method-assign]
+        return gangs.work(own, groups, rank)
+
+    results = gangs.on_threads(case, body)
+    assert gangs.merged(results) == gangs.alone(case)
+    assert [result["blocks"] for result in results] == [8, 8], "9, down to an even number"
+
+
+def test_ranks_with_other_settings_refuse_to_start() -> None:
+    def body(case: Any, groups: ProcessGroups, rank: int) -> Any:
+        return gangs.work(Case((2, 1, 2, 0), numerics="exact" if rank else "released"), groups, rank)
+
+    with pytest.raises(RankFailure, match="rank 1 of this gang was started with other settings than rank 0"):
+        gangs.on_threads(Case((2, 1, 2, 0)), body)
+
+
+PROCESS_CASES = [Case((2, 1, 2, 0), seed=6), Case((2, 1, 2, 0), options=FAST_EPLB, max_tokens=12, seed=7)]
+SOAK_GRIDS = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 4, 0), (3, 1, 3, 0), (1, 1, 1, 2), (4, 1, 2, 2)]
+
+
+def on_processes(cases: list[Any], tmp_path: Path) -> None:
+    for case, results in zip(cases, gangs.on_processes(cases, tmp_path / "out"), strict=True):
+        assert gangs.merged(results) == gangs.alone(case), case
+        if "eplb" in case.options:
+            assert all(result["rebalances"] for result in results)
+
+
+def test_over_gloo_processes(tmp_path: Path) -> None:
+    on_processes(PROCESS_CASES, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("numerics", ["released", "exact"])
+def test_all_grids_over_gloo_processes(tmp_path: Path, numerics: str) -> None:
+    cases = []
+    for seed, grid in enumerate(SOAK_GRIDS):
+        options = (
+            {**FAST_EPLB, "eplb": {**FAST_EPLB["eplb"], "extra_experts": grid[2]}} if grid[2] > 1 else {}
+        )
+        for own in ({}, options):
+            cases.append(Case(grid, numerics=numerics, count=16, max_tokens=20, seed=seed, options=own))
+    on_processes(cases, tmp_path)
