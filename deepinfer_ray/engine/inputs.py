@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from deepinfer_ray.engine.logits_processors import LogitEdits
+from deepinfer_ray.engine.philox import DRAFT_SEED_OFFSET, ROW_POSITION_STRIDE
 from deepinfer_ray.engine.plan import StepPlan
 from deepinfer_ray.engine.sampler import SampleRows
 from deepinfer_ray.engine.table import SequenceTable
@@ -119,12 +120,35 @@ def block_after_gap(windows_TG: np.ndarray, pad: int) -> np.ndarray:
 class InFlight:
     """Device results of the uncommitted previous step, in its own batch order.
 
-    sampled: int64 [m]. drafts: int64 [m, N]. accepted: int64 [m], accepted drafts.
+    sampled: int64 [m]. drafts: int64 [m, N]. accepted: int64 [m], accepted drafts. confidence: float32 [m, N]
+    of the drafts, None without any.
     """
 
     sampled: torch.Tensor
     drafts: torch.Tensor
     accepted: torch.Tensor
+    confidence: torch.Tensor | None = None
+
+
+def repaired_positions(
+    base: torch.Tensor, remap: torch.Tensor, previous: InFlight, rows: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """int64 [T] true positions of a step whose lengths the host could only bound.
+
+    base: int64 [n] first positions if the previous step advances each sequence by N + 1. It advances it by
+    one and its accepted drafts (spec/engine.md §7.4). rows: (sequence of each row [T], its place there [T]).
+    """
+    seq_T, step_T = rows
+    rejected_n = previous.drafts.shape[1] - previous.accepted[remap.clamp_min(0)]
+    return (base - rejected_n.masked_fill(remap < 0, 0)).index_select(0, seq_T) + step_T
+
+
+def rows_of_lengths(q: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(cu_q [n+1], sequence of each row [T], row in its sequence [T]) of lengths int64 [n] on a device; the
+    host knows their sum T."""
+    cu_n = torch.cat([q.new_zeros(1), q.cumsum(0)])
+    seq_T = torch.repeat_interleave(torch.arange(len(q), device=q.device), q, output_size=total)
+    return cu_n, seq_T, torch.arange(total, device=q.device) - cu_n.index_select(0, seq_T)
 
 
 def gather_in_flight(
@@ -178,26 +202,62 @@ def sample_rows(plan: StepPlan, table: SequenceTable, members: np.ndarray) -> Sa
     token is committed.
     """
     rows = plan.rows[members]
-    output_len = table.len[rows] - table.prompt_len[rows]
-    edited = table.has_penalty[rows] | table.has_bias[rows] | (output_len < table.min_tokens[rows])
-    edits = None
-    if edited.any():
-        edits = LogitEdits()
-        for index in np.flatnonzero(edited).tolist():
-            _add_edits(edits, index, int(rows[index]), table)
+    return _columns(table, rows, plan.k[members].astype(np.int64), np.zeros(len(rows), np.int64))
+
+
+def verify_rows(plan: StepPlan, table: SequenceTable) -> SampleRows:
+    """Sampling columns of every row of a decode step that verifies drafts (spec/speculative.md §3.1, §5.5).
+
+    Row j of a sequence predicts the token behind its j-th draft: histories include the drafts before it. The
+    positions of further rows are far apart, so that no two draws of a request ever share random words.
+    """
+    rows = StepRows.of(plan)
+    base = (plan.k - plan.q + 1).astype(np.int64)
+    positions = base[rows.seq_of_row] + rows.row_in_seq * ROW_POSITION_STRIDE
+    return _columns(table, plan.rows[rows.seq_of_row], positions, rows.row_in_seq)
+
+
+def draft_rows(plan: StepPlan, table: SequenceTable, place: int) -> SampleRows:
+    """Sampling columns of draft `place` of every sequence, as if the step had accepted no draft; what it did
+    accept is added to the positions on the device. Bans and penalties do not apply to drafts."""
+    rows = plan.rows
+    seeds = table.seed[rows] + np.uint64(DRAFT_SEED_OFFSET)
     return SampleRows(
         temperature=table.temperature[rows],
         top_p=table.top_p[rows],
         top_k=table.top_k[rows],
         min_p=table.min_p[rows],
-        seeds=table.seed[rows].view(np.int64),
-        positions=plan.k[members].astype(np.int64),
-        top_logprobs=table.num_logprobs[rows],
-        edits=edits,
+        seeds=seeds.view(np.int64),
+        positions=(plan.k - plan.q).astype(np.int64) + 2 + place,
+        top_logprobs=np.full(len(rows), -1, np.int32),
     )
 
 
-def _add_edits(edits: LogitEdits, index: int, row: int, table: SequenceTable) -> None:
+def _columns(
+    table: SequenceTable, owner: np.ndarray, positions: np.ndarray, drafts_before: np.ndarray
+) -> SampleRows:
+    """Columns of logit rows by table row. drafts_before: pending drafts that each row's history includes."""
+    output_len = table.len[owner] - table.prompt_len[owner] + drafts_before
+    edited = table.has_penalty[owner] | table.has_bias[owner] | (output_len < table.min_tokens[owner])
+    edits = None
+    if edited.any():
+        edits = LogitEdits()
+        for index in np.flatnonzero(edited).tolist():
+            _add_edits(edits, index, int(owner[index]), int(drafts_before[index]), table)
+    return SampleRows(
+        temperature=table.temperature[owner],
+        top_p=table.top_p[owner],
+        top_k=table.top_k[owner],
+        min_p=table.min_p[owner],
+        seeds=table.seed[owner].view(np.int64),
+        positions=positions,
+        top_logprobs=table.num_logprobs[owner],
+        edits=edits,
+        forced=table.forced_tokens(owner, output_len),
+    )
+
+
+def _add_edits(edits: LogitEdits, index: int, row: int, drafts: int, table: SequenceTable) -> None:
     sequence = table.sequences[row]
     if sequence is None:  # released meanwhile; its sample is discarded
         return
@@ -206,7 +266,8 @@ def _add_edits(edits: LogitEdits, index: int, row: int, table: SequenceTable) ->
     if table.eos[row] >= 0:
         ends.append(int(table.eos[row]))
     tokens = table.tokens[row]
-    edits.add_row(index, sequence.request.params, tokens[:start], tokens[start:end], ends)
+    output = np.concatenate([tokens[start:end], table.draft[row, :drafts]]) if drafts else tokens[start:end]
+    edits.add_row(index, sequence.request.params, tokens[:start], output, ends)
 
 
 @dataclass(slots=True)

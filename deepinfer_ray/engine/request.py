@@ -139,7 +139,8 @@ _request_numbers = itertools.count()
 class Request:
     """One sequence to complete. `seed` is final (n > 1 is expanded by the caller).
 
-    prompt: int32 [prompt_len], ids in `[0, vocab_size)`, at least one.
+    prompt: int32 [prompt_len], ids in `[0, vocab_size)`, at least one. forced: int32 ids of the first
+    outputs, which are then given whatever the model says (log-probabilities are still its own); -1 = free.
     """
 
     prompt: np.ndarray
@@ -147,6 +148,7 @@ class Request:
     seed: int = 0
     request_id: int = field(default_factory=lambda: next(_request_numbers))
     arrival_time: float = 0.0
+    forced: np.ndarray | None = None
 
     def __repr__(self) -> str:  # never the prompt itself
         return f"Request({self.request_id}, prompt_len={len(self.prompt)})"

@@ -153,12 +153,13 @@ def sample(
     *,
     whole: bool | None = None,
     draw: Draw = draw_fresh,
+    shift: torch.Tensor | None = None,
 ) -> SampleOutput:
     """One token per row. `logits_NV` float32 is changed in place by masks and edits.
 
     staging: how columns reach the logits' device, by default afresh. whole: compute all rows in every way
     that some row needs and pick, so that no shape depends on who asked for what; by default on every device
-    but a CPU. The same bits either way on a CPU.
+    but a CPU. The same bits either way on a CPU. shift: int64 [N] added to the rows' positions.
     """
     staging = staging or Staging(logits_NV.device)
     mask_logits(logits_NV, rows, blacklist, staging)
@@ -183,6 +184,8 @@ def sample(
     masks = [mask for mask in masks if mask.any()]
     whole = logits_NV.device.type != "cpu" if whole is None else whole
     columns, groups = _send(rows, masks, staging, whole)
+    if shift is not None:
+        columns.positions = columns.positions + shift
     for members, group in zip(masks, groups, strict=True):
         _sample_group(logits_NV, rows, columns, members, group, output, draw, forced_N)
     return output

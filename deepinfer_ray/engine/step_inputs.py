@@ -23,7 +23,15 @@ from deepinfer_ray.cache.checks import StepLimits
 from deepinfer_ray.cache.metadata import StepMetadata, build_decode, build_prefill
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.cache.transfer import Staging
-from deepinfer_ray.engine.inputs import HistoryReader, InFlight, StepRows, gather_in_flight
+from deepinfer_ray.engine.draft_length import give_out_on_device
+from deepinfer_ray.engine.inputs import (
+    HistoryReader,
+    InFlight,
+    StepRows,
+    gather_in_flight,
+    repaired_positions,
+    rows_of_lengths,
+)
 from deepinfer_ray.engine.plan import StepPlan
 from deepinfer_ray.engine.settings import SchedulerSettings
 from deepinfer_ray.ops.linear import ROW_TILE, round_up
@@ -61,10 +69,11 @@ class RowMultiples:
 @dataclass(slots=True)
 class StepInputs:
     """sample_rows: int64 [M], query rows whose next token is drawn: those of the members, then row 0 again up
-    to the multiple."""
+    to the multiple. q: int64 [n], rows of each sequence where only the device knows them, else None."""
 
     meta: StepMetadata
     sample_rows: torch.Tensor
+    q: torch.Tensor | None = None
 
 
 def _filled(array: np.ndarray, count: int, value: int) -> np.ndarray:
@@ -92,9 +101,11 @@ class InputBuilder:
         reader: HistoryReader,
         ratios: tuple[int, ...],
         multiples: RowMultiples,
+        varlen: bool = False,
     ) -> None:
-        """multiples: above 1 shapes are fixed."""
+        """multiples: above 1 shapes are fixed. varlen: rows are given out by the newest confidences."""
         self.pools, self.device, self.multiples = pools, pools.device, multiples
+        self.varlen = varlen
         self._limits, self._reader, self._ratios = limits, reader, ratios
         self._prompts, self._decodes = Staging(self.device), Staging(self.device, fixed=True)
         compress = reader.table.compress
@@ -111,9 +122,12 @@ class InputBuilder:
         multiple = self.multiples.prompt if plan.is_prompt else self.multiples.decode
         more = -count % multiple if count else multiple
         tail = _placeholders(more, PLACEHOLDER_TOKENS if plan.is_prompt else 1)
+        k = plan.k
+        if self.varlen and in_flight is not None:  # a sequence may yet get all rows that there are
+            k = plan.k - plan.q + np.int32(in_flight.drafts.shape[1] + 1)
         arguments: dict[str, Any] = {
             "q": np.concatenate([plan.q, tail]),
-            "k": np.concatenate([plan.k, tail]),
+            "k": np.concatenate([k, tail]),
             "state_ids": _filled(plan.rows, len(tail), 0),
             "block_tables": _filled(self._tables(plan), len(tail), 0),
             "valid": np.arange(count + more) < count if multiple > 1 or more else None,
@@ -136,10 +150,13 @@ class InputBuilder:
                 extras=extras,
                 fixed_shape=multiple > 1,
                 whole_tables=self.multiples.whole_tables,
+                expand=in_flight is None,
             )
+        q_n = None
         if in_flight is not None:
-            self._gather(meta, in_flight)
-        return StepInputs(meta, meta.extras[0])
+            q_n = self._repair(meta, in_flight, plan.num_seqs, count)
+            meta.expand()
+        return StepInputs(meta, meta.extras[0], q_n)
 
     def _tables(self, plan: StepPlan) -> np.ndarray:
         table = self._reader.table
@@ -168,18 +185,37 @@ class InputBuilder:
         }
 
     def _overlapped(self, plan: StepPlan, rows: StepRows, sequences: int, more: int) -> list[np.ndarray]:
-        """What `_gather` reads; placeholders are fresh sequences of token 0."""
+        """What `_repair` reads; placeholders are fresh sequences of token 0."""
         fresh_ids, fresh_compressed, window = self._reader.overlapped(plan)
         return [
             _filled(plan.remap, sequences, -1),
+            _filled(plan.k - plan.q, sequences, 0),
             _filled(fresh_ids, sequences, 0),
             _filled(fresh_compressed, sequences, self._reader.pad),
             _filled(window, sequences, self._reader.pad),
             _filled(rows.row_in_seq, more, 0),
         ]
 
-    def _gather(self, meta: StepMetadata, in_flight: InFlight) -> None:
-        _, remap, fresh_ids, fresh_compressed, window, row_in_seq = meta.extras
+    def _repair(
+        self, meta: StepMetadata, in_flight: InFlight, sequences: int, count: int
+    ) -> torch.Tensor | None:
+        """Lengths, positions and tokens that follow from the step in flight (spec/speculative.md §3.5).
+
+        sequences, count: of the plan, without placeholders. Returns the rows of each
+        sequence if they changed.
+        """
+        _, remap, base, fresh_ids, fresh_compressed, window, row_in_seq = meta.extras
+        q_n = None
+        if in_flight.drafts.shape[1]:
+            if self.varlen and in_flight.confidence is not None:
+                q_n = give_out_on_device(in_flight.confidence, remap[:sequences], count)
+                meta.cu_q, meta.seq_of_row, row_in_seq = rows_of_lengths(
+                    torch.cat([q_n, q_n.new_ones(len(remap) - sequences)]), meta.num_rows
+                )
+            rows = (meta.seq_of_row, row_in_seq)
+            meta.positions = repaired_positions(base, remap, in_flight, rows)
+            assert meta.expansion is not None
+            meta.expansion.short = None  # which rows see less than a window is not known here
         meta.input_ids, meta.ngram_ids = gather_in_flight(
             remap,
             fresh_ids,
@@ -191,3 +227,4 @@ class InputBuilder:
             (meta.seq_of_row, row_in_seq),
             order=self._reader.order,
         )
+        return q_n

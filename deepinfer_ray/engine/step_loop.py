@@ -22,6 +22,7 @@ from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine import inputs, sampler
+from deepinfer_ray.engine.drafting import Drafting
 from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.host_copy import HostCopy
 from deepinfer_ray.engine.inputs import HistoryReader, InFlight, PromptScores
@@ -76,6 +77,8 @@ class Flight:
     sample_rows: torch.Tensor | None = None
     scores: PromptScores | None = None
     in_flight: InFlight | None = None
+    lengths: HostCopy | None = None
+    """Rows of each sequence, where the device gave them out."""
     copy: HostCopy | None = None
 
 
@@ -94,15 +97,11 @@ class StepLoop:
         hooks: EngineHooks | None = None,
         sync_guard: bool = True,
         batch_invariant: bool = False,
+        confidence_temperature: float | tuple[float, ...] = 1.0,
     ) -> None:
         """blacklist: ids that are never sampled. placeholders: run an empty step's forward with invalid rows,
         because other ranks wait in its collectives. sync_guard: raise where launching a step would wait for
-        a CUDA device. batch_invariant: see `RowMultiples`."""
-        if scheduler.settings.num_drafts:
-            raise ConfigError(
-                f"speculative.num_drafts is {scheduler.settings.num_drafts}, but this step loop verifies no "
-                "drafts; set it to 0"
-            )
+        a CUDA device. batch_invariant: see `RowMultiples`. confidence_temperature: see `Drafting`."""
         self.model, self.pools, self.scheduler = model, pools, scheduler
         self.table, self.device = scheduler.table, pools.device
         self.overlapped = scheduler.settings.overlapped
@@ -123,17 +122,41 @@ class StepLoop:
         pad = int(self.table.compress_ids(np.asarray([text.engram_pad_token_id]))[0])
         reader = HistoryReader(self.table, text.engram_max_ngram_size if text.has_engram else 0, pad)
         multiples = RowMultiples.of(self.device, scheduler.settings, batch_invariant)
-        self.inputs = InputBuilder(pools, limits, reader, topology.ratios, multiples)
+        self.inputs = InputBuilder(
+            pools, limits, reader, topology.ratios, multiples, scheduler.settings.varlen
+        )
         self._staging = Staging(self.device)
         self._blacklist: torch.Tensor | None = None
         if blacklist is not None and len(blacklist):
             self._blacklist = torch.from_numpy(blacklist).to(self.device)
+        self.drafting = self._make_drafting(confidence_temperature, multiples.sample)
         self._guarded = sync_guard and self.device.type == "cuda"
         self._previous: Flight | None = None
         self._agreement: Agreement | None = None
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
         self._commits: list[CommitResult] = []
+
+    def _make_drafting(self, temperature: float | tuple[float, ...], row_multiple: int) -> Drafting | None:
+        settings = self.scheduler.settings
+        if not settings.num_drafts:
+            return None
+        if getattr(self.model, "drafter", None) is None:
+            raise ConfigError(
+                f"speculative.num_drafts is {settings.num_drafts}, but the model was loaded without its "
+                "draft layers; set it to 0"
+            )
+        return Drafting(
+            self.model,  # type: ignore[arg-type]
+            self.pools,
+            self.table,
+            num_slots=settings.max_seqs,
+            vocab_size=self.model.config.text.vocab_size,
+            temperature=temperature,
+            blacklist=self._blacklist,
+            staging=self._staging,
+            row_multiple=row_multiple,
+        )
 
     # -- the two loops ----------------------------------------------------------------------------------
 
@@ -159,6 +182,8 @@ class StepLoop:
         ended = plan.ignored
         if previous is not None:
             ended = ended + self._commit(previous)
+            if flight.lengths is not None:
+                plan.q = flight.lengths.wait()["q"].astype(np.int32)
             self.scheduler.refresh(plan)
         self._sample(flight)
         self._reclaim(plan)
@@ -226,6 +251,8 @@ class StepLoop:
         with self._span("prepare", plan.step), self._no_waiting():
             in_flight = previous.in_flight if previous is not None and plan.overlaps else None
             step = self.inputs.build(plan, flight.members, in_flight)
+            if step.q is not None:
+                flight.lengths = HostCopy({"q": step.q})
         with self._span("forward", plan.step), self._no_waiting():
             output = self.model.forward(step.meta, self.pools)
         if len(plan.save_states):
@@ -244,6 +271,15 @@ class StepLoop:
             self.before_sample()
         plan, hidden, members = flight.plan, flight.hidden, flight.members
         if hidden is None or flight.sample_rows is None:
+            if self.drafting is not None and self._placeholders and not plan.is_prompt:
+                self.drafting.placeholder()
+            return
+        if self.drafting is not None and not plan.is_prompt:
+            with self._span("sample", plan.step), self._no_waiting():
+                drafted = self.drafting.run(plan, hidden)
+                flight.in_flight = drafted.in_flight if self.overlapped else None
+                flight.copy = HostCopy(drafted.tensors)
+            flight.hidden = flight.sample_rows = None
             return
         tensors: dict[str, torch.Tensor | None] = {}
         with self._span("sample", plan.step), self._no_waiting():
@@ -283,17 +319,14 @@ class StepLoop:
         with self._span("wait", plan.step):
             host = flight.copy.wait() if flight.copy is not None else {}
         with self._span("commit", plan.step):
-            outputs = StepOutputs(np.zeros(plan.num_seqs, np.int32))
-            if "tokens" in host:
-                outputs.sampled[flight.members] = host["tokens"]
-            if "logprobs" in host:
-                outputs.logprobs = np.zeros((plan.num_seqs, 1), np.float32)
-                outputs.logprobs[flight.members, 0] = host["logprobs"]
+            outputs = self._outputs(flight, host)
             if "bad" in host and host["bad"].any():
                 outputs.failures = dict.fromkeys(flight.members[host["bad"]].tolist(), BAD_ROW)
             if flight.scores is not None:
                 self._keep_scores(plan, flight.scores, host["scores"])
             result = self.scheduler.commit(plan, outputs)
+            if "error" in host:
+                result.confidence_error = float(host["error"][0])
             if "top_ids" in host:
                 self._keep_alternatives(flight, result, host["top_ids"], host["top_logprobs"])
         if plan.is_prompt:
@@ -304,6 +337,18 @@ class StepLoop:
         self.hooks.post_process_model_outputs(plan, result)
         self._commits.append(result)
         return result.terminals
+
+    def _outputs(self, flight: Flight, host: dict[str, np.ndarray]) -> StepOutputs:
+        plan = flight.plan
+        if self.drafting is not None and "drafts" in host:
+            return self.drafting.outputs(plan, host)
+        outputs = StepOutputs(np.zeros(plan.num_seqs, np.int32))
+        if "tokens" in host:
+            outputs.sampled[flight.members] = host["tokens"]
+        if "logprobs" in host:
+            outputs.logprobs = np.zeros((plan.num_seqs, 1), np.float32)
+            outputs.logprobs[flight.members, 0] = host["logprobs"]
+        return outputs
 
     def _keep_scores(self, plan: StepPlan, scores: PromptScores, values: np.ndarray) -> None:
         at = 0
@@ -320,13 +365,18 @@ class StepLoop:
         self, flight: Flight, result: CommitResult, ids: np.ndarray, logprobs: np.ndarray
     ) -> None:
         """Alternatives of the tokens that were really appended."""
-        member_of_row = dict(zip(flight.plan.rows[flight.members].tolist(), range(len(ids)), strict=True))
-        for row in result.rows.tolist():
+        plan = flight.plan
+        if self.drafting is not None and not plan.is_prompt:
+            rows_of = self.drafting.rows_of(plan)
+            places = dict(zip(plan.rows.tolist(), rows_of, strict=True))
+        else:
+            places = dict(zip(plan.rows[flight.members].tolist(), np.arange(len(ids))[:, None], strict=False))
+        for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
             sequence, width = self.table.sequences[row], int(self.table.num_logprobs[row])
             if sequence is None or width <= 0:
                 continue
-            member = member_of_row[row]
             if sequence.top_logprobs is None:
                 sequence.top_logprobs = []
-            pairs = zip(ids[member, :width].tolist(), logprobs[member, :width].tolist(), strict=True)
-            sequence.top_logprobs.append(list(pairs))
+            for place in places[row][:count].tolist():
+                pairs = zip(ids[place, :width].tolist(), logprobs[place, :width].tolist(), strict=True)
+                sequence.top_logprobs.append(list(pairs))

@@ -105,6 +105,8 @@ class SequenceTable:
         self.tokens = np.zeros((num_rows, capacity), np.int32)
         self.compressed = self.tokens if compress is None else np.zeros((num_rows, capacity), np.int32)
         self.logprobs = np.zeros((num_rows, capacity), np.float32)
+        self.forced: dict[int, np.ndarray] = {}
+        """Row -> int64 ids that its first outputs must be, -1 = free."""
         self.sequences: list[Sequence | None] = [None] * num_rows
         """Cold side of each row."""
 
@@ -128,6 +130,8 @@ class SequenceTable:
         if sequence.logprobs is not None:
             self.logprobs[row, : len(sequence.logprobs)] = sequence.logprobs
         self._set_params(row, sequence.request.params, sequence.request.seed, eos_token_id)
+        if sequence.request.forced is not None:
+            self.forced[row] = sequence.request.forced.astype(np.int64)
         self.sequences[row] = sequence
         sequence.row, sequence.tokens, sequence.logprobs = row, None, None
 
@@ -173,11 +177,22 @@ class SequenceTable:
         if sequence is not None:
             sequence.row = 0
         self.sequences[row] = None
+        self.forced.pop(row, None)
         self.seq_id[row], self.status[row] = NO_SEQUENCE, Status.FREE
         self.n_blocks[row] = self.len[row] = self.num_cached[row] = self.inflight[row] = self.draft_slot[
             row
         ] = 0
         self.n_stop_ids[row], self.watched[row] = 0, False
+
+    def forced_tokens(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray | None:
+        """int64 [n] what outputs `places` (from 0) of table rows must be, -1 = free; None = all are free."""
+        if not self.forced:
+            return None
+        tokens = np.full(len(rows), -1, np.int64)
+        for row, ids in self.forced.items():
+            mine = np.flatnonzero((rows == row) & (places < len(ids)))
+            tokens[mine] = ids[places[mine]]
+        return tokens
 
     def output_tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of the row's outputs: int32 tokens, float32 logprobs."""
