@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepinfer_ray.engine.llm import LLM
     from deepinfer_ray.engine.request import RequestResult, SamplingParams
+    from deepinfer_ray.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "RequestResult", "SamplingParams"]
 
 _HOMES = {
-    "LLM": "deepinfer_ray.engine.llm",
+    "LLM": "deepinfer_ray.llm",
     "RequestResult": "deepinfer_ray.engine.request",
     "SamplingParams": "deepinfer_ray.engine.request",
 }

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from deepinfer_ray.config.hf import ModelConfig, TextConfig
-from deepinfer_ray.engine.llm import LLM
 from deepinfer_ray.engine.request import SamplingParams
+from deepinfer_ray.llm import LLM
 
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepinfer_ray.bench.policy_study import FREQUENT, PARITY, RARE, Lab, Policy, Workload
-from deepinfer_ray.bench.svg import Lane, Line, bar_chart, line_chart, timeline_chart
+from deepinfer_ray.svg import Lane, Line, bar_chart, line_chart, timeline_chart
 
 Row = dict[str, Any]
 TIMELINE_S = 12.0

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_ray.engine.llm import LLM
 from deepinfer_ray.engine.request import RequestResult, SamplingParams
+from deepinfer_ray.llm import LLM
 
 MAX_LEN = 1024
 MAX_SEQS = 16

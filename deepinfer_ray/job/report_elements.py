@@ -15,7 +15,7 @@ def section(title: str, text: str, *charts: str) -> str:
 
 
 def figure(name: str, svg: str) -> str:
-    """svg: trusted; `bench.svg` escapes what it draws."""
+    """svg: trusted; `deepinfer_ray.svg` escapes what it draws."""
     return f'<figure data-chart="{escape(name, quote=True)}">{svg}</figure>\n'
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from html import escape
 
 from deepinfer_ray import __version__
-from deepinfer_ray.bench.svg import format_number
 from deepinfer_ray.job import report_rows, report_time
 from deepinfer_ray.job.progress import format_duration
 from deepinfer_ray.job.report import Report, prefix_share
+from deepinfer_ray.svg import format_number
 
 _SECTIONS = (
     report_time.throughput,

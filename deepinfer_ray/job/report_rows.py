@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepinfer_ray.bench.svg import bar_chart
 from deepinfer_ray.job.report import Report, length_bounds, prefix_share
 from deepinfer_ray.job.report_elements import figure, section, table
+from deepinfer_ray.svg import bar_chart
 
 
 def lengths(report: Report) -> str:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from deepinfer_ray.bench.svg import Lane, Line, bar_chart, format_number, line_chart, timeline_chart
 from deepinfer_ray.job.course import Course, Curve, RankCourse
 from deepinfer_ray.job.report import Report
 from deepinfer_ray.job.report_elements import figure, section, table
+from deepinfer_ray.svg import Lane, Line, bar_chart, format_number, line_chart, timeline_chart
 
 SHOWN_LANES = 32
 SHOWN_CURVES = 6

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer_ray.engine.llm import LLM
 from deepinfer_ray.engine.request import Request, SamplingParams, completion_seed
+from deepinfer_ray.llm import LLM
 
 TINY = Path(__file__).parents[1] / "data" / "golden" / "tinyB"
 

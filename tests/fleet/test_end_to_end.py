@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from deepinfer_ray.engine.llm import LLM
 from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.errors import CheckpointError
 from deepinfer_ray.fleet.fleet import RayFleet
 from deepinfer_ray.fleet.options import FleetOptions
+from deepinfer_ray.llm import LLM
 
 pytestmark = pytest.mark.ray
 

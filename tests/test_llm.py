@@ -19,7 +19,7 @@ from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.request import completion_seed
 from deepinfer_ray.errors import CheckpointError, ConfigError, DeepInferError
 
-TINY = Path(__file__).parents[1] / "data" / "golden" / "tinyB"
+TINY = Path(__file__).parent / "data" / "golden" / "tinyB"
 PROMPTS = [np.random.default_rng(5).integers(3, 500, n).tolist() for n in (40, 7, 23)]
 
 
@@ -157,7 +157,7 @@ def test_the_package_names_its_api_and_imports_no_ray() -> None:
         deepinfer_ray.Nothing  # noqa: B018
     code = (
         "import sys, deepinfer_ray, deepinfer_ray.engine, deepinfer_ray.model\n"
-        "import deepinfer_ray.engine.llm, deepinfer_ray.engine.engine, deepinfer_ray.model.v41\n"
+        "import deepinfer_ray.llm, deepinfer_ray.engine.engine, deepinfer_ray.model.v41\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('ray', 'pyarrow', 'transformers')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from deepinfer_ray.bench.svg import (
+from deepinfer_ray.svg import (
     COLOURS,
     QUIET,
     Lane,

@@ -1,7 +1,7 @@
 """`LLM`: lists of prompts in, one result each out, in one process or over a fleet.
 
 Knows: the offline API (spec/engine.md §1.1) and how prompts become requests. Does not know: steps, ranks.
-More than one rank goes through `deepinfer_ray.fleet`, which is imported only then.
+Stands above engine and fleet; the fleet is imported only for more than one rank.
 """
 
 from __future__ import annotations
