@@ -21,6 +21,7 @@ from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine.capacity import Capacity, plan_capacity
 from deepinfer_ray.engine.defaults import GenerationDefaults
+from deepinfer_ray.engine.draft_pool import DraftPool
 from deepinfer_ray.engine.engine import Engine
 from deepinfer_ray.engine.lockstep import Follower, LeadingModel, LeadingPools, Lockstep
 from deepinfer_ray.engine.phase_vote import agree_num_blocks
@@ -78,10 +79,6 @@ def pick_device(name: str) -> torch.device:
 
 def prepare(model_dir: str | Path, config: EngineConfig, device: str | None = None) -> RankParts:
     """Reads the small files and checks everything that needs no weights. `ConfigError`, `CheckpointError`."""
-    if config.num_drafts:
-        raise ConfigError(
-            f"speculative.num_drafts is {config.num_drafts}, but this engine runs no drafter; set it to 0"
-        )
     where = pick_device(device or config.runtime.backend)
     model_config = ModelConfig.load(model_dir)
     config = config.resolve(model_config)
@@ -107,7 +104,17 @@ def cache_budget(config: EngineConfig, device: torch.device) -> int:
 
 def capacity_of(parts: RankParts) -> Capacity:
     """Pool sizes on this device as it is now."""
-    return plan_capacity(parts.layout, parts.config, cache_budget(parts.config, parts.device))
+    budget, config = cache_budget(parts.config, parts.device), parts.config
+    if config.num_drafts and parts.device.type != "cpu":
+        vocab = parts.model_config.text.vocab_size
+        budget -= DraftPool.bytes_of(config.scheduler.max_seqs, config.num_drafts, vocab)
+    return plan_capacity(parts.layout, config, budget)
+
+
+def position_bound(config: EngineConfig) -> int:
+    """Positions of the rotation tables: the same with and without drafts, in both loops."""
+    slack = max(POSITION_SLACK, 3 * config.num_drafts + 2)
+    return -(-(config.max_model_len + slack) // POSITION_SLACK) * POSITION_SLACK
 
 
 def build_engine(
@@ -143,12 +150,13 @@ def build_rank(
         capacity_of(parts)  # an impossible budget fails here, not after minutes of loading
     elif parts.device.index is not None:
         torch.cuda.set_device(parts.device)
-    bound = -(-(parts.config.max_model_len + POSITION_SLACK) // POSITION_SLACK) * POSITION_SLACK
-    with Checkpoint.open(model_dir) as checkpoint:
+    drafter = parts.config.num_drafts > 0
+    with Checkpoint.open(model_dir, drafter=drafter) as checkpoint:
         model = load_text_model(
             checkpoint,
             parts.numerics,
-            max_positions=bound,
+            max_positions=position_bound(parts.config),
+            drafter=drafter,
             backend="cpu",
             device=parts.device,
             ranks=groups.for_model(parts.config.eplb.extra_experts),

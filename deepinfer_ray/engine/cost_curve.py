@@ -119,6 +119,28 @@ class StepCosts:
         return 0.0
 
 
+class CostListener:
+    """Takes the times of real decode steps from the step loop's timers (`StepTimers.listener`)."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self._expected: dict[int, tuple[int, int]] = {}
+
+    def expect(self, step: int, rows: int, sequences: int) -> None:
+        """Step number `step` is a decode step of this size."""
+        self._expected[step] = (rows, sequences)
+
+    def __call__(self, name: str, step: int, seconds: float) -> None:
+        if step not in self._expected:
+            return
+        rows, sequences = self._expected[step]
+        if name == "forward":
+            self.costs.record_forward(rows, seconds * 1e3)
+        else:
+            self.costs.record_sampling(sequences, seconds * 1e3)
+            del self._expected[step]
+
+
 @dataclass(frozen=True, slots=True)
 class CurveStore:
     """Measured curves in a directory, for ranks that start again on the same machine.

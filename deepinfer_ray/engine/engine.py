@@ -21,8 +21,10 @@ import torch
 
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.engine.cost_curve import CurveStore
 from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.detokenizer import TextStream, TokenTable
+from deepinfer_ray.engine.draft_length import ScheduledLengths
 from deepinfer_ray.engine.flops import FlopModel, peak_tflops
 from deepinfer_ray.engine.gc_policy import GcPolicy
 from deepinfer_ray.engine.hooks import EngineHooks
@@ -109,8 +111,11 @@ class Engine:
             timeline=timeline,
             hooks=hooks,
             sync_guard=not config.debug.disable_sync_guard,
+            confidence_temperature=config.speculative.confidence_temperature,
             batch_invariant=config.runtime.batch_invariant,
         )
+        if self.settings.varlen and self.settings.num_drafts:
+            self._schedule_lengths()
         self._refused: list[RequestResult] = []
         self._observe(rank, clock)
         if self.settings.role != "normal":
@@ -145,6 +150,22 @@ class Engine:
         self.profile_server = (
             ProfileServer.start(self.profiler, http.host, http.port_base) if http.enabled else None
         )
+
+    def _schedule_lengths(self) -> None:
+        """Verified lengths by confidence and measured cost (spec/speculative.md §4)."""
+        options, store = self.config.speculative, None
+        if options.perf_cache_dir and not self._lockstep:  # ranks that measure together must all measure
+            device = torch.device(self.pools.device)
+            key = {
+                "unit": "ms",
+                "model": self.model.config.text.model_dump(mode="json"),
+                "numerics": self.config.numerics,
+                "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node(),
+                "drafts": self.settings.num_drafts,
+            }
+            store = CurveStore(Path(options.perf_cache_dir), key, options.perf_cache_ttl_s)
+        costs = self.loop.measure_costs(options.graph_interval, store)
+        self.scheduler.draft_lengths = ScheduledLengths(costs)
 
     def _check_pools(self) -> None:
         settings, pools = self.settings, self.pools
@@ -264,6 +285,11 @@ class Engine:
         """How many more requests it would take now without piling them up."""
         seats = self.settings.max_seqs
         return max(0, seats + max(1, seats // QUEUE_SHARE) - self.scheduler.num_unfinished)
+
+    @property
+    def part(self) -> str:
+        """What it is doing inside a step, for whoever watches it."""
+        return (self.ranks.part if self.ranks is not None else "") or self.loop.part
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -318,6 +318,15 @@ class Scheduler:
     def on_tokens(self, hook: OnTokens | None) -> None:
         self._committer.on_tokens = hook
 
+    @property
+    def draft_lengths(self) -> DraftLengths:
+        """How many drafts of each sequence the next decode steps verify."""
+        return self._decode.draft_lengths
+
+    @draft_lengths.setter
+    def draft_lengths(self, lengths: DraftLengths) -> None:
+        self._decode.draft_lengths = lengths
+
     # -- hand-over between roles ----------------------------------------------------------------------
 
     def release_processed(self, request_id: int) -> None:

@@ -102,10 +102,12 @@ class InputBuilder:
         ratios: tuple[int, ...],
         multiples: RowMultiples,
         varlen: bool = False,
+        vocab_size: int = 1,
     ) -> None:
-        """multiples: above 1 shapes are fixed. varlen: rows are given out by the newest confidences."""
+        """multiples: above 1 shapes are fixed. varlen: rows are given out by the newest confidences.
+        vocab_size: bound of the ids of `trial`."""
         self.pools, self.device, self.multiples = pools, pools.device, multiples
-        self.varlen = varlen
+        self.varlen, self._vocab_size = varlen, vocab_size
         self._limits, self._reader, self._ratios = limits, reader, ratios
         self._prompts, self._decodes = Staging(self.device), Staging(self.device, fixed=True)
         compress = reader.table.compress
@@ -157,6 +159,24 @@ class InputBuilder:
             q_n = self._repair(meta, in_flight, plan.num_seqs, count)
             meta.expand()
         return StepInputs(meta, meta.extras[0], q_n)
+
+    def trial(self, rows: int) -> StepMetadata:
+        """A decode step of as many sequences as rows, real to the model and nobody's, for timing."""
+        rows = -(-rows // self.multiples.decode) * self.multiples.decode
+        ones, zeros = np.ones(rows, np.int64), np.zeros(rows, np.int64)
+        return build_decode(
+            self.pools.layout,
+            self._ratios,
+            q=ones,
+            k=ones,
+            state_ids=zeros,
+            block_tables=np.zeros((rows, self._reader.table.max_blocks), np.int32),
+            input_ids=np.arange(rows) % self._vocab_size,
+            ngram_ids=np.full((rows, self._reader.order), self._reader.pad, np.int64),
+            staging=self._decodes,
+            fixed_shape=self.multiples.decode > 1,
+            whole_tables=self.multiples.whole_tables,
+        )
 
     def _tables(self, plan: StepPlan) -> np.ndarray:
         table = self._reader.table

@@ -22,6 +22,7 @@ from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine import inputs, sampler
+from deepinfer_ray.engine.cost_curve import CostCurve, CostListener, CurveStore, StepCosts, ladder
 from deepinfer_ray.engine.drafting import Drafting
 from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.host_copy import HostCopy
@@ -123,16 +124,19 @@ class StepLoop:
         reader = HistoryReader(self.table, text.engram_max_ngram_size if text.has_engram else 0, pad)
         multiples = RowMultiples.of(self.device, scheduler.settings, batch_invariant)
         self.inputs = InputBuilder(
-            pools, limits, reader, topology.ratios, multiples, scheduler.settings.varlen
+            pools, limits, reader, topology.ratios, multiples, scheduler.settings.varlen, text.vocab_size
         )
         self._staging = Staging(self.device)
         self._blacklist: torch.Tensor | None = None
         if blacklist is not None and len(blacklist):
             self._blacklist = torch.from_numpy(blacklist).to(self.device)
         self.drafting = self._make_drafting(confidence_temperature, multiples.sample)
+        self._costs: CostListener | None = None
         self._guarded = sync_guard and self.device.type == "cuda"
         self._previous: Flight | None = None
         self._agreement: Agreement | None = None
+        self.part = ""
+        """The part of a step that it is in, or was in last."""
         self.num_steps = 0
         self.last_plan: StepPlan | None = None
         self._commits: list[CommitResult] = []
@@ -157,6 +161,26 @@ class StepLoop:
             staging=self._staging,
             row_multiple=row_multiple,
         )
+
+    @torch.inference_mode()
+    def measure_costs(self, interval: int, store: CurveStore | None = None) -> StepCosts:
+        """What decode forwards cost by their number of rows, now and, corrected, from here on. Runs trial
+        steps that touch nobody's cache. Collective where the forward is: ranks in lockstep pass no store."""
+        settings = self.scheduler.settings
+        sizes = ladder(settings.max_seqs * (1 + settings.num_drafts), interval)
+        curve = store.load(sizes) if store is not None else None
+        if curve is None:
+            curve = CostCurve.measure(sizes, self._trial)
+            if store is not None:
+                store.save(curve)
+        costs = StepCosts(curve)
+        self._costs = self.timers.listener = CostListener(costs)
+        return costs
+
+    def _trial(self, rows: int) -> None:
+        self.model.forward(self.inputs.trial(rows), self.pools)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # -- the two loops ----------------------------------------------------------------------------------
 
@@ -222,6 +246,7 @@ class StepLoop:
     # -- schedule, launch -------------------------------------------------------------------------------
 
     def _span(self, name: str, step: int) -> AbstractContextManager[None]:
+        self.part = name
         return self.timers.span(name, step)
 
     def _no_waiting(self) -> AbstractContextManager[None]:
@@ -251,6 +276,8 @@ class StepLoop:
         with self._span("prepare", plan.step), self._no_waiting():
             in_flight = previous.in_flight if previous is not None and plan.overlaps else None
             step = self.inputs.build(plan, flight.members, in_flight)
+            if self._costs is not None and not plan.is_prompt and not plan.is_empty:
+                self._costs.expect(plan.step, int(plan.q.sum()), plan.num_seqs)
             if step.q is not None:
                 flight.lengths = HostCopy({"q": step.q})
         with self._span("forward", plan.step), self._no_waiting():
@@ -318,6 +345,8 @@ class StepLoop:
         plan = flight.plan
         with self._span("wait", plan.step):
             host = flight.copy.wait() if flight.copy is not None else {}
+        if self._costs is not None:
+            self.timers.poll()
         with self._span("commit", plan.step):
             outputs = self._outputs(flight, host)
             if "bad" in host and host["bad"].any():

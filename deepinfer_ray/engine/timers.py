@@ -71,9 +71,11 @@ class StepTimers:
         self.on_cuda = torch.device(device).type == "cuda"
         self._cpu: dict[str, Timing] = {}
         self._cuda: dict[str, Timing] = {}
-        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque(
+        self._pending: deque[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = deque(
             maxlen=MAX_PENDING_EVENTS
         )
+        self.listener: Callable[[str, int, float], None] | None = None
+        """Told name, step and seconds of each span of `DEVICE_SPANS`, once they are known."""
 
     def span(self, name: str, step: int) -> _Span:
         """A context manager: the time inside it counts as `name` of step number `step`."""
@@ -81,12 +83,19 @@ class StepTimers:
 
     def take(self) -> Timings:
         """Everything since the last call; device spans that are not over yet come with the next one."""
-        while self._pending and self._pending[0][2].query():
-            name, start, end = self._pending.popleft()
-            self._cuda.setdefault(name, Timing()).add(start.elapsed_time(end) / 1e3)
+        self.poll()
         taken = Timings(self._cpu, self._cuda)
         self._cpu, self._cuda = {}, {}
         return taken
+
+    def poll(self) -> None:
+        """Read the times of device spans that are over."""
+        while self._pending and self._pending[0][3].query():
+            name, step, start, end = self._pending.popleft()
+            seconds = start.elapsed_time(end) / 1e3
+            self._cuda.setdefault(name, Timing()).add(seconds)
+            if self.listener is not None:
+                self.listener(name, step, seconds)
 
     def _close(self, span: _Span, end: float) -> None:
         timing = self._cpu.get(span.name)
@@ -95,11 +104,13 @@ class StepTimers:
         timing.add(end - span.start)
         if self.timeline is not None:
             self.timeline.add(span.name, span.step, span.start, end)
+        if self.listener is not None and not self.on_cuda and span.name in DEVICE_SPANS:
+            self.listener(span.name, span.step, end - span.start)
 
-    def _close_on_device(self, name: str, start: torch.cuda.Event) -> None:
+    def _close_on_device(self, name: str, step: int, start: torch.cuda.Event) -> None:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
-        self._pending.append((name, start, end))
+        self._pending.append((name, step, start, end))
 
 
 class _Span:
@@ -129,6 +140,6 @@ class _Span:
         timers = self._timers
         timers._close(self, timers.clock())
         if self._event is not None:
-            timers._close_on_device(self.name, self._event)
+            timers._close_on_device(self.name, self.step, self._event)
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
