@@ -43,7 +43,7 @@ class RowError(DeepInferError):
         self.code = code
 
 
-class RankFailure(DeepInferError):
+class RankFailure(DeepInferError):  # noqa: N818
     """A rank died or stopped answering; its gang is rebuilt and its rows are redone."""
 
     exit_code = 4

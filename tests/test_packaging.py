@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGED = ["deepinfer_ray/py.typed", "deepinfer_ray/kernels/__init__.py", "deepinfer_ray/toy/data/prompts.parquet"]
+PROMPTS = "deepinfer_ray/toy/data/prompts.parquet"
+PACKAGED = ["deepinfer_ray/py.typed", "deepinfer_ray/kernels/__init__.py", PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +45,17 @@ def test_wheel_holds_every_package_and_data_file(archives: Path) -> None:
 @pytest.mark.slow
 def test_sdist_holds_the_sources_and_the_licence(archives: Path) -> None:
     (sdist,) = archives.glob("*.tar.gz")
-    names = {name.split("/", 1)[-1] for name in tarfile.open(sdist).getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "kernels/__init__.py", *PACKAGED[:1], PACKAGED[2]} <= names
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "kernels/__init__.py", PACKAGED[0], PROMPTS} <= names
 
 
 @pytest.mark.slow
 def test_command_runs_from_an_installed_wheel(archives: Path, tmp_path: Path) -> None:
     (wheel,) = archives.glob("*.whl")
     site = tmp_path / "site"
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(site), str(wheel)]
-    subprocess.run([sys.executable, *install], check=True, capture_output=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    subprocess.run([*install, "--target", str(site), str(wheel)], check=True, capture_output=True)
     code = "import deepinfer_ray.cli.main as m; print(m.__file__); m.run()"
     ran = subprocess.run(
         [sys.executable, "-c", code, "--help"],

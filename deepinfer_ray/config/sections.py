@@ -111,7 +111,7 @@ class SchedulerOptions(Section):
     chunked_prefill: bool = True
     min_chunk_tokens: int = Field(0, ge=0)
     prefill_max_sum_k: int = Field(UNLIMITED_SUM_K, ge=1)
-    # 16/16 carried 13–21 % more tokens a second than the original 70/100 (`bench policy`, bench/results/policy.json).
+    # 16/16 carried 13–21 % more tokens a second than the original 70/100 (bench/results/policy.json).
     prefill_all_interval: int = Field(16, ge=1)
     prefill_any_interval: int = Field(16, ge=1)
     zos: bool | None = None
