@@ -40,10 +40,14 @@ class Lockstep:
         self.leaving = self.left = False
         self.idle = True
         """Whether nobody had work in the last turn."""
+        self.part = ""
+        """Where it waits for other ranks, outside the step itself."""
 
     def agree(self, scheduler: Scheduler, in_flight: bool) -> Agreement:
         """The beginning of a turn; collective over the gang's drivers."""
+        self.part = "agreeing on the turn"
         agreement = scheduler.agree(in_flight=in_flight, leaving=self.leaving)
+        self.part = ""
         self.idle, self.left = not agreement.unfinished or agreement.leaving, agreement.leaving
         if self.idle:
             self._end_turn(None)
@@ -52,8 +56,14 @@ class Lockstep:
     def after_step(self, is_prefill: bool) -> None:
         """The end of a turn with a step."""
         self._end_turn(is_prefill)
+        self.balance(is_prefill)
+
+    def balance(self, is_prefill: bool) -> None:
+        """Statistics and, at its time, a rebalance; by drivers and followers alike."""
         if self.rebalancer is not None:
+            self.part = "balancing experts"
             self.rebalancer.after_step(is_prefill)
+            self.part = ""
 
     def _end_turn(self, is_prefill: bool | None) -> None:
         if self.channel is not None:
@@ -114,6 +124,8 @@ class Follower:
         self.model, self.pools, self.channel = model, pools, channel
         self.ranks = Lockstep(groups, rebalancer)
         self.num_steps = 0
+        self.part = ""
+        """What it is doing inside a step, for whoever watches it."""
 
     def add(self, request: Request) -> None:
         raise RankFailure("a follower takes no requests; they go to the driver of its context group")
@@ -129,7 +141,9 @@ class Follower:
     def step(self) -> list[RequestResult]:
         """One turn of the driver. No result ever: the driver has them."""
         while True:
+            self.part = "waiting for its driver"
             what, *rest = self.channel.receive()
+            self.part = what
             if what == END_OF_TURN:
                 self._end_turn(*rest)
                 return []
@@ -152,8 +166,7 @@ class Follower:
         self.ranks.idle, self.ranks.left = is_prefill is None, left
         if is_prefill is not None:
             self.num_steps += 1
-            if self.ranks.rebalancer is not None:
-                self.ranks.rebalancer.after_step(is_prefill)
+            self.ranks.balance(is_prefill)
 
     def close(self) -> None:
         self.ranks.close()

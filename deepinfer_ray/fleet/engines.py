@@ -59,16 +59,40 @@ def resolve_factory(factory: EngineFactory | str) -> EngineFactory:
 
 
 def engine_from_checkpoint(spec: RankSpec) -> EngineLike:
-    """The real engine of one rank on its own, weights loaded. `ConfigError`, `CheckpointError`."""
+    """The real engine of one rank, weights loaded; with a rendezvous collective over its gang.
+
+    `ConfigError`, `CheckpointError`, `RankFailure`.
+    """
     import torch
 
-    from deepinfer_ray.engine.build import build_engine
+    from deepinfer_ray.config.engine import EngineConfig
+    from deepinfer_ray.engine.build import build_engine, build_rank, pick_device
+    from deepinfer_ray.engine.engine import Engine
+    from deepinfer_ray.parallel.groups import ProcessGroups
 
     torch.set_num_threads(spec.num_threads)
     log_to_stderr(getattr(getattr(spec.engine_config, "observability", None), "log_level", "info"))
-    engine = build_engine(spec.model_dir, spec.engine_config, spec.device, rank=spec.rank)
-    engine.gc.own_process()
-    return engine
+    if spec.rendezvous is None or spec.grid is None:
+        engine = build_engine(spec.model_dir, spec.engine_config, spec.device, rank=spec.rank)
+        engine.gc.own_process()
+        return engine
+    options = (spec.engine_config or EngineConfig()).parallel
+    groups = ProcessGroups.connect(
+        spec.grid,
+        spec.place,
+        spec.rendezvous,
+        timeout_s=options.timeout_s,
+        device=pick_device(spec.device),
+        nccl_ctas=options.nccl_ctas,
+    )
+    try:
+        member = build_rank(spec.model_dir, spec.engine_config, spec.device, groups, rank=spec.rank)
+    except BaseException:
+        groups.abort()  # the others learn it now, not after their time-out
+        raise
+    if isinstance(member, Engine):
+        member.gc.own_process()
+    return member
 
 
 def log_to_stderr(level: str) -> None:

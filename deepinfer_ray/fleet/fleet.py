@@ -27,7 +27,7 @@ from deepinfer_ray.fleet.cluster import Connection, connect
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
 from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank
 from deepinfer_ray.fleet.messages import RankReport, RankSpec
-from deepinfer_ray.fleet.options import FleetOptions, default_options, independent_grid
+from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, rank_environment
 from deepinfer_ray.fleet.placement import cluster_nodes
 from deepinfer_ray.fleet.router import Router
 from deepinfer_ray.fleet.suspects import RestartBudget
@@ -41,12 +41,15 @@ MAX_STATS = 10_000
 
 COLLECT_WAIT_S = 2.0
 """Long poll of a rank without news; also the pulse of an idle fleet."""
+BEREFT_S = 3.0
+"""How long a rank that lost another one waits for the news of that one's death."""
 BUILD_POLL_S = 0.05
 """How often a gang that is coming up is looked at."""
 
 
 class RayFleet:
-    """A `Backend` of D independent ranks (E = C = 1: one rank a gang, no collective), each a Ray actor."""
+    """A `Backend` of gangs of ranks, each rank a Ray actor. Where ranks share nothing (E = C = N = 1) each is
+    a gang of its own: no collective, and one death costs one rank."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class RayFleet:
         options: FleetOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.grid = independent_grid(engine_config, dp)
+        self.grid = fleet_grid(engine_config, dp)
         self.options = options or default_options(engine_config)
         self.router = Router()
         self.restarts = 0
@@ -76,6 +79,8 @@ class RayFleet:
         self._ready: list[WorkResult] = []
         self._stats: deque[RankStats] = deque(maxlen=MAX_STATS)
         self._mail: dict[Any, tuple[str, Gang, Rank]] = {}
+        self._bereft: dict[int, tuple[float, str]] = {}
+        """Gangs of which a rank reported the loss of another one: since when, and what it said."""
         self._started = False
         self._closed = False
         self._failed = False
@@ -209,6 +214,7 @@ class RayFleet:
             device="cpu" if not gpus else self._device,  # without a GPU of its own Ray hides none
             num_threads=self.options.num_threads or max(1, int(self.options.cpus_per_rank)),
             engine_factory=self._factory,
+            grid=self.grid.gang_grid(),
         )
         gang = Gang(
             index,
@@ -217,7 +223,7 @@ class RayFleet:
             plan,
             name=self._name,
             cp=self.grid.cp,
-            environment=self.options.environment,
+            environment=rank_environment(self.grid, self.options.environment),
             clock=self._clock,
         )
         own = self._connection is not None and self._connection.own
@@ -275,7 +281,8 @@ class RayFleet:
 
     def _collected(self, gang: Gang, rank: Rank, report: RankReport) -> None:
         self._watch.heard(rank.rank, report.heartbeat)
-        self.router.credit(rank.rank, report.wanted, report.received)
+        if self._takes_rows(rank):
+            self.router.credit(rank.rank, report.wanted, report.received)
         if report.stats is not None:
             self._stats.append(RankStats(rank.rank, gang.generation, report.stats))
         for result in report.results:
@@ -285,7 +292,11 @@ class RayFleet:
                 self._ready.append(passed)
         if report.fault is not None:
             cause = f"{report.fault.kind}: {report.fault.message}\n{report.fault.trace}"
-            self._died(gang, rank, cause, lost_node=False)
+            if report.fault.kind == "RankFailure" and len(gang.ranks) > 1:
+                # It lost another rank: wait a moment for the one that really failed.
+                self._bereft.setdefault(gang.index, (self._clock(), f"{rank}: {cause}"))
+            else:
+                self._died(gang, rank, cause, lost_node=False)
             return
         self._collect(gang, rank)
 
@@ -300,8 +311,9 @@ class RayFleet:
             if gang.advance():
                 for rank in gang.ranks:
                     assert rank.report is not None
-                    self.router.rank_up(rank.rank)
-                    self.router.credit(rank.rank, rank.report.wanted, rank.report.received)
+                    if self._takes_rows(rank):
+                        self.router.rank_up(rank.rank)
+                        self.router.credit(rank.rank, rank.report.wanted, rank.report.received)
                     self._watch.heard(rank.rank, rank.report.heartbeat)
                     self._collect(gang, rank)
                 return
@@ -311,7 +323,7 @@ class RayFleet:
         waited = self._clock() - gang.since
         if gang.stage == "placing" and waited > self._watch.patience.placement:
             self._placement_is_late(gang, waited)
-        elif gang.stage in ("creating", "loading") and waited > self._watch.patience.start:
+        elif gang.stage in ("creating", "meeting", "loading") and waited > self._watch.patience.start:
             self._died(gang, None, f"no engine after {waited:.0f} s of {gang.stage}", lost_node=False)
 
     def _placement_is_late(self, gang: Gang, waited_s: float) -> None:
@@ -329,9 +341,14 @@ class RayFleet:
 
     def _look_after_ranks(self) -> None:
         for gang in [gang for gang in self._gangs if gang.stage == "up"]:
+            since, cause = self._bereft.get(gang.index, (math.inf, ""))
+            if self._clock() - since > BEREFT_S:
+                self._died(gang, None, cause, lost_node=False)
+                continue
             for rank in gang.ranks:
                 verdict = self._watch.verdict(rank.rank)
                 if verdict is not None:
+                    verdict += self._last_phases(gang)
                     self._died(gang, rank, verdict, lost_node=self._node_is_gone(rank))
                     break
                 if rank.pinging is None and self._watch.wants_ping(rank.rank):
@@ -341,7 +358,8 @@ class RayFleet:
     def _died(self, gang: Gang, rank: Rank | None, cause: str, *, lost_node: bool) -> None:
         """End what is left of the gang, take its rows back, start its successor.
 
-        A lost machine is nobody's fault: neither the rows nor the budget pay for it.
+        A lost machine is nobody's fault: neither the rows nor the budget pay for it. In a gang of several
+        ranks the rows of the engine that failed are suspects; those of the others merely run again.
         """
         who = str(rank) if rank else f"gang {gang.index}"
         self._mail = {ref: letter for ref, letter in self._mail.items() if letter[1] is not gang}
@@ -349,11 +367,13 @@ class RayFleet:
         for member in gang.ranks:
             load = self.router.load(member.rank)
             rows += len(load.in_flight) if load else 0
-            for result in self.router.lost(member.rank, blame_rows=not lost_node):
+            guilty = rank is not None and rank.rank // self.grid.cp == member.rank // self.grid.cp
+            for result in self.router.lost(member.rank, blame_rows=guilty and not lost_node):
                 self._ready.append(result)
                 self._budget.progress()
             self._watch.forget(member.rank)
         self.restarts += 1
+        self._bereft.pop(gang.index, None)
         logger.warning(
             "%s of generation %d died with %d rows in flight, which are redone: %s",
             who, gang.generation, rows, cause,
@@ -367,6 +387,18 @@ class RayFleet:
         return all(node.node_id != rank.where.node_id for node in cluster_nodes())
 
     # ---- small things
+
+    def _takes_rows(self, rank: Rank) -> bool:
+        """Whether the rank is its engine's driver; followers get everything from theirs."""
+        return rank.rank % self.grid.cp == 0
+
+    def _last_phases(self, gang: Gang) -> str:
+        """What each rank of a gang last said about itself: who hangs, and who merely waits for it."""
+        if len(gang.ranks) == 1:
+            return ""
+        beats = [(rank, self._watch.beat(rank.rank)) for rank in gang.ranks]
+        lines = [f"\n  {rank}: {beat if beat else 'never heard of'}" for rank, beat in beats]
+        return "; the ranks of its gang:" + "".join(lines)
 
     def _member(self, number: int) -> tuple[Gang, Rank]:
         gang = self._gangs[number // self.grid.gang_size]

@@ -2,8 +2,8 @@
 
 Knows: one placement group, its actors, the stages of coming up. Does not know: rows, credits, other gangs.
 
-    placing → creating → loading → up → ended        (`advance` moves on without blocking; `end` from
-    anywhere)
+    placing → creating → meeting → loading → up → ended        (`advance` moves on without blocking; `end`
+    from anywhere; a rank on its own meets nobody)
 
 A gang is never repaired. When one of its ranks dies it is ended whole and a new one, of the next generation,
 with a new placement group, takes its place.
@@ -23,6 +23,7 @@ from deepinfer_ray.fleet.messages import RankFault, RankReport, RankSpec, RankWh
 from deepinfer_ray.fleet.placement import Placement, cluster_nodes
 from deepinfer_ray.fleet.rank_actor import RankActor
 from deepinfer_ray.fleet.topology import PlacementPlan, rank_order
+from deepinfer_ray.parallel.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ class Gang:
         if self.stage == "placing" and self.placement.placed():
             self._create()
         if self.stage == "creating" and self._answered():
-            self._load(ray.get(self._calls))
+            self._number(ray.get(self._calls))
+        if self.stage == "meeting" and self._answered():
+            self._load(ray.get(self._calls[0]))
         if self.stage == "loading" and self._answered():
             self._stand(ray.get(self._calls))
         return self.stage == "up"
@@ -126,8 +129,8 @@ class Gang:
         self._calls = self._waiting = [actor.where.remote() for actor in self._actors]
         self._enter("creating")
 
-    def _load(self, places: Sequence[RankWhere]) -> None:
-        """Number the actors by where they really stand, then let them build their engines."""
+    def _number(self, places: Sequence[RankWhere]) -> None:
+        """Number the actors by where they really stand; the first one then serves the rendezvous."""
         order = rank_order(
             [where.node_id for where in places],
             cluster_nodes(),
@@ -138,16 +141,27 @@ class Gang:
             Rank(number, self._actors[bundle], places[bundle])
             for number, bundle in zip(self.numbers, order, strict=True)
         ]
+        if len(self.ranks) == 1:
+            self._load(None)
+            return
+        self._calls = self._waiting = [self.ranks[0].actor.serve.remote(self.placement.name)]
+        self._enter("meeting")
+
+    def _load(self, rendezvous: Rendezvous | None) -> None:
+        """Let the ranks build their engines."""
         self._calls = self._waiting = [
-            rank.actor.start.remote(replace(self.spec, rank=rank.rank)) for rank in self.ranks
+            rank.actor.start.remote(replace(self.spec, rank=rank.rank, place=place, rendezvous=rendezvous))
+            for place, rank in enumerate(self.ranks)
         ]
         self._enter("loading")
 
     def _stand(self, reports: Sequence[RankReport]) -> None:
         for rank, report in zip(self.ranks, reports, strict=True):
-            if report.fault is not None:
-                raise start_error(rank, report.fault)
             rank.report = report
+        faults = [(rank, rank.report.fault) for rank in self.ranks if rank.report and rank.report.fault]
+        # One rank's failure ends the others' collectives: theirs is no news.
+        for rank, fault in sorted(faults, key=lambda pair: pair[1].kind == "RankFailure"):
+            raise start_error(rank, fault)
         self._calls = self._waiting = []
         self._enter("up")
 

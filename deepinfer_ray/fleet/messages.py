@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer_ray.fleet.backend import WorkResult
+from deepinfer_ray.parallel.grid import RankGrid
+from deepinfer_ray.parallel.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class RankSpec:
 
     engine_factory: called with this spec; an object, or its import path `module:attribute`.
     generation: counts the rebuilds of the gang; a message of another generation is refused.
+    grid: the gang's own, in which this rank is number `place`. rendezvous: where the gang meets; None = a
+    rank on its own.
     """
 
     rank: int
@@ -29,6 +33,9 @@ class RankSpec:
     device: str
     num_threads: int
     engine_factory: Callable[[RankSpec], Any] | str
+    grid: RankGrid | None = None
+    place: int = 0
+    rendezvous: Rendezvous | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Heartbeat:
     """A rank's pulse. phase: created, loading, idle, step, drained, stopped or failed.
 
     step: steps done. age_s: seconds since the phase or the step counter last changed.
-    in_flight: rows that were submitted and have no result yet.
+    in_flight: rows that were submitted and have no result yet. part: what the engine is doing inside a step.
     """
 
     rank: int
@@ -60,6 +67,11 @@ class Heartbeat:
     step: int
     age_s: float
     in_flight: int
+    part: str = ""
+
+    def __str__(self) -> str:
+        part = f" ({self.part})" if self.part and self.phase == "step" else ""
+        return f"phase {self.phase}{part}, step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.fleet.watch import Patience
 from deepinfer_ray.parallel.grid import RankGrid
 
@@ -38,17 +37,28 @@ def default_options(engine_config: Any) -> FleetOptions:
     return FleetOptions(patience=Patience(step=getattr(parallel, "step_timeout_s", Patience.step)))
 
 
-def independent_grid(engine_config: Any, dp: int) -> RankGrid:
-    """The grid of D ranks without collectives; `ConfigError` when the config asks for ranks that have some.
+def fleet_grid(engine_config: Any, dp: int) -> RankGrid:
+    """The grid of a fleet of D engines: `ConfigError` with the equation that fails.
 
-    An automatic Engram size (0) means a table in every rank here.
+    dp = 1 grows to as many engines as the expert group needs. An automatic Engram size (0) means a table in
+    every rank where ranks share nothing else, so that they stay independent.
     """
     parallel = getattr(engine_config, "parallel", None)
     cp, ep, engram = (getattr(parallel, name, 1) for name in ("cp", "ep", "engram"))
-    grid = RankGrid.build(dp=dp, cp=cp, ep=ep, engram=engram or (1 if cp == ep == 1 else 0))
-    if not grid.independent:
-        raise ConfigError(
-            f"{grid}, but a fleet runs independent ranks: lcm(C, E, N) must be 1; "
-            "set parallel.cp = parallel.ep = parallel.engram = 1 and use --dp"
-        )
-    return grid
+    dp = max(1, ep // cp) if dp == 1 else dp
+    return RankGrid.build(dp=dp, cp=cp, ep=ep, engram=engram or (1 if cp == ep == 1 else 0))
+
+
+GANG_ENVIRONMENT = {
+    "NCCL_PXN_DISABLE": "1",
+    "NCCL_CUMEM_ENABLE": "1",
+    "NCCL_GIN_ERROR_QUERY_SEC": "432000",
+    "NCCL_NVLS_ENABLE": "0",
+    "EP_AVOID_RECORD_STREAM": "1",
+}
+"""Of ranks with collectives, before CUDA starts (spec/distributed.md §1.3); NVLink multicast stays off."""
+
+
+def rank_environment(grid: RankGrid, own: dict[str, str]) -> dict[str, str]:
+    """The environment of each rank's process; what a person set goes first."""
+    return dict(own) if grid.independent else {**GANG_ENVIRONMENT, **own}

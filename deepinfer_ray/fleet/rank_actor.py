@@ -28,6 +28,7 @@ from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.fleet.engines import EngineLike, resolve_factory
 from deepinfer_ray.fleet.messages import Heartbeat, RankFault, RankReport, RankSpec, RankWhere
 from deepinfer_ray.fleet.metrics import RankMetrics
+from deepinfer_ray.parallel.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 PULSE_S, IDLE_PULSE_S = 1.0, 0.1
 """How often the engine is asked for its numbers: while it runs, and at most when it runs out of work."""
+
+IDLE_TURN_S = 0.02
+"""How often a gang without work asks its ranks for some."""
 
 LINGER_S = 0.01
 """After a first result `collect` waits this long for company, so a fast engine is not answered row by row."""
@@ -66,6 +70,7 @@ class RankActor:
         self._metrics: RankMetrics | None = None
         self._stats: dict[str, Any] | None = None
         self._pulsed = -PULSE_S
+        self._store: Any = None
 
     # ---- calls
 
@@ -84,6 +89,13 @@ class RankActor:
             self._thread.start()
             self._changed.wait_for(lambda: self._phase != "loading")
             return self._report()
+
+    def serve(self, prefix: str) -> Rendezvous:
+        """Serve the place where the ranks of this gang meet, at a free port of this machine."""
+        from deepinfer_ray.parallel.groups import Store
+
+        self._store = Store(where_am_i().address, prefix)
+        return self._store.rendezvous
 
     def submit(self, items: Sequence[WorkItem]) -> None:
         """Queue rows for the engine. Prompts are copied: they may be views into shared memory."""
@@ -146,11 +158,12 @@ class RankActor:
             engine = self._engine = resolve_factory(spec.engine_factory)(spec)
             self._metrics = RankMetrics(spec.rank)
             self._saw(engine, "idle")
-            while self._take(engine):
+            gang = getattr(engine, "ranks", None)  # the turns of a gang are made together
+            while self._take(engine) if gang is None else self._take_turn(engine, gang):
                 self._saw(engine, "step")
-                results = engine.step() if engine.has_unfinished() else []
+                results = engine.step() if gang is not None or engine.has_unfinished() else []
                 self._pulse(engine, IDLE_PULSE_S if not engine.has_unfinished() else PULSE_S)
-                self._publish(results)
+                self._publish(results, steps=0 if gang is not None and gang.idle else 1)
             close_engine(engine)
         except BaseException as error:
             trace = "".join(traceback.format_exception(error))
@@ -173,6 +186,28 @@ class RankActor:
             if self._stopping:
                 self._enter("stopped")
                 return False
+            items = list(self._inbox)
+            self._inbox.clear()
+        for item in items:
+            self._admit(engine, item)
+        return True
+
+    def _take_turn(self, engine: EngineLike, gang: Any) -> bool:
+        """`_take` in a gang: nobody waits alone, and all leave in the same turn.
+
+        While nobody has work a turn is made every `IDLE_TURN_S`, or when rows come in here.
+        """
+        with self._changed:
+            if gang.left:
+                self._enter("stopped" if self._stopping else "drained")
+                return False
+            if gang.idle and not self._inbox:
+                if self._phase != "idle":
+                    self._engine_wants, self._unseen = engine.wanted(), 0
+                    self._enter("idle")
+                self._changed.wait(IDLE_TURN_S)
+            quiet = not self._inbox and not engine.has_unfinished()
+            gang.leaving = self._stopping or (self._draining and quiet)
             items = list(self._inbox)
             self._inbox.clear()
         for item in items:
@@ -243,6 +278,7 @@ class RankActor:
             step=self._step,
             age_s=time.monotonic() - self._changed_at,
             in_flight=len(self._in_flight),
+            part=getattr(self._engine, "part", ""),
         )
 
     def _report(self) -> RankReport:

@@ -70,7 +70,7 @@ class Watch:
     def verdict(self, rank: int) -> str | None:
         """Why a rank counts as dead, or None."""
         silence, beat = self._silence(rank), self._beats.get(rank)
-        last = f"last seen in phase {beat.phase}, step {beat.step}" if beat else "never heard of"
+        last = f"last seen in {beat}" if beat else "never heard of"
         if silence > self.patience.silent:
             return (
                 f"no answer for {silence:.0f} s (limit {self.patience.silent:g} s), {last}: the process "

@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -24,18 +22,7 @@ from deepinfer_ray.errors import RankFailure
 from deepinfer_ray.parallel.grid import RankGrid, RankPlace
 from deepinfer_ray.parallel.model_ranks import ModelRanks
 from deepinfer_ray.parallel.rank_group import RankGroup, SingleRank, TorchGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the ranks of a gang meet: a key-value store that one of them serves.
-
-    prefix: keeps generations and fleets apart that come to use the same store.
-    """
-
-    host: str
-    port: int
-    prefix: str
+from deepinfer_ray.parallel.rendezvous import Rendezvous
 
 
 class Store:
@@ -51,16 +38,6 @@ class Store:
         except (RuntimeError, OSError) as error:
             raise RankFailure(f"no rendezvous can be served at {host}: {error}") from None
         self.rendezvous = Rendezvous(host, self._server.port, prefix)
-
-
-def own_address() -> str:
-    """An address of this machine under which others reach it, for use without a cluster manager."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: a datagram socket only picks its interface
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
 
 
 class ProcessGroups:

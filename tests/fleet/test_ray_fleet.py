@@ -253,11 +253,13 @@ def test_fleet_states_are_checked(cluster: Any, stub: ModuleType) -> None:
         fleet.submit([])
 
 
-def test_ranks_with_collectives_are_refused(stub: ModuleType) -> None:
-    config = EngineConfig(parallel={"dp": 2, "ep": 2})
-    with pytest.raises(ConfigError, match=r"D=2 C=1 E=2 .* independent ranks: lcm\(C, E, N\) must be 1"):
-        RayFleet("m", config, 2)
+def test_the_grid_follows_the_engine_config(stub: ModuleType) -> None:
     assert RayFleet("m", EngineConfig(parallel={"dp": 2}), 2).grid.independent
+    assert RayFleet("m", EngineConfig(parallel={"dp": 2, "ep": 2}), 1).grid.gangs() == [[0, 1]]
+    split = EngineConfig(parallel={"dp": 4, "ep": 2, "engram": 2})
+    assert RayFleet("m", split, 4).grid.gangs() == [[0, 1], [2, 3]]
+    with pytest.raises(ConfigError, match=r"\(C·D\) mod E = \(1·3\) mod 2 = 1, must be 0"):
+        RayFleet("m", EngineConfig(parallel={"dp": 2, "ep": 2}), 3)
 
 
 def test_stopped_process_is_noticed(cluster: Any, stub: ModuleType) -> None:
