@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepinfer_ray.cache.layout import CacheLayout
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.engine.build import prepare
@@ -35,12 +36,17 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-def engine_on_meta(kind: str, mode: str, zos: bool, budget: int) -> Engine:
+def engine_on_meta(kind: str, mode: str, zos: bool, budget: int, drafts: int = 0) -> Engine:
     parts = prepare(GOLDEN / kind, EngineConfig(numerics=mode), "cpu")  # type: ignore[arg-type]
-    with Checkpoint.open(GOLDEN / kind) as checkpoint:
+    with Checkpoint.open(GOLDEN / kind, drafter=drafts > 0) as checkpoint:
         config = checkpoint.config.with_text(hc_sinkhorn_iters=2)  # 20 in truth, all alike
         model = load_text_model(
-            checkpoint, parts.numerics, config=config, max_positions=512, dequant_budget_bytes=budget
+            checkpoint,
+            parts.numerics,
+            config=config,
+            max_positions=512,
+            dequant_budget_bytes=budget,
+            drafter=drafts > 0,
         )
     assert isinstance(model.engram_store, LocalEngramStore)
     store = model.engram_store
@@ -50,9 +56,16 @@ def engine_on_meta(kind: str, mode: str, zos: bool, budget: int) -> Engine:
     )
     model.prepare("meta")
     settings = SchedulerSettings(
-        num_blocks=32, vocab_size=512, max_model_len=300, max_seqs=6, max_batched_tokens=160, zos=zos
+        num_blocks=32,
+        vocab_size=512,
+        max_model_len=300,
+        max_seqs=6,
+        max_batched_tokens=160,
+        zos=zos,
+        num_drafts=drafts,
     )
-    pools = CachePools(parts.layout, 32, settings.num_state_slots, "meta")
+    layout = CacheLayout.build(config, parts.numerics, drafts)
+    pools = CachePools(layout, 32, settings.num_state_slots, "meta")
     return Engine(model, pools, parts.tokenizer, parts.config, compress=parts.compress, settings=settings)
 
 
@@ -68,6 +81,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[HostCopy]:
         }
         if "tokens" in host:
             host["tokens"][:] = 7
+        if "accepted" in host:
+            host["accepted"][:] = -1
         return host
 
     monkeypatch.setattr(HostCopy, "wait", wait)
@@ -75,18 +90,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[HostCopy]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "zos", "budget"),
+    ("kind", "mode", "zos", "budget", "drafts"),
     [
-        ("tinyB", "exact", True, 1 << 31),
-        ("tinyB", "released", False, 1 << 31),
-        ("tinyB", "released", True, 0),
+        ("tinyB", "exact", True, 1 << 31, 0),
+        ("tinyB", "released", False, 1 << 31, 0),
+        ("tinyB", "released", True, 0, 0),
+        ("tinyB", "released", True, 1 << 31, 3),
     ],
-    ids=["exact-overlapped", "released-plain", "packed-experts"],
+    ids=["exact-overlapped", "released-plain", "packed-experts", "drafts-overlapped"],
 )
 def test_a_whole_run_waits_once_a_step(
-    kind: str, mode: str, zos: bool, budget: int, waits: list[HostCopy]
+    kind: str, mode: str, zos: bool, budget: int, drafts: int, waits: list[HostCopy]
 ) -> None:
-    engine = engine_on_meta(kind, mode, zos, budget)
+    engine = engine_on_meta(kind, mode, zos, budget, drafts)
     for number, length in enumerate((5, 200, 130, 40, 17)):
         params = SamplingParams(max_tokens=4, ignore_eos=True, **PARAMS[number % len(PARAMS)])
         engine.add(Request(np.full(length, 9, np.int32), params, seed=number))

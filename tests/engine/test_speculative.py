@@ -1,0 +1,389 @@
+"""Engines that draft: greedy output is bit for bit that without drafts, sampled output has its distribution.
+
+The drafter of the tiny model is made to know part of its target, so that about half of its first drafts are
+accepted and every length of accepted prefix occurs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer_ray.bench.markov_twin import make_markov_twin
+from deepinfer_ray.cache.layout import CacheLayout
+from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.config.engine import EngineConfig
+from deepinfer_ray.engine.build import RankParts, build_engine, prepare
+from deepinfer_ray.engine.cost_curve import CostCurve, StepCosts
+from deepinfer_ray.engine.draft_length import ScheduledLengths
+from deepinfer_ray.engine.draft_pool import DraftPool
+from deepinfer_ray.engine.engine import Engine
+from deepinfer_ray.engine.inputs import InFlight, repaired_positions, rows_of_lengths
+from deepinfer_ray.engine.mock import MockModel, byte_tokenizer, mock_config
+from deepinfer_ray.engine.request import Request, RequestResult, SamplingParams
+from deepinfer_ray.engine.settings import SchedulerSettings
+from deepinfer_ray.engine.step_inputs import DEVICE_ROWS, RowMultiples
+from deepinfer_ray.errors import ConfigError
+from deepinfer_ray.model.checkpoint import Checkpoint
+from deepinfer_ray.model.v41 import TextModel
+from deepinfer_ray.model.weights import load_text_model
+
+TINY = Path(__file__).parents[1] / "data" / "golden" / "tinyB"
+VOCAB, EOS, DRAFTS = 512, 1, 5
+QUANTILE = 3.719
+
+SIZES = (1, 2, 4, *range(8, 513, 8))
+JAGGED = StepCosts(CostCurve(SIZES, tuple(1 + 0.04 * size + 0.3 * (size % 24 == 0) for size in SIZES)))
+"""A cost curve under which lengths vary all the time."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Lab:
+    """A loaded model from which engines of any settings are made."""
+
+    parts: RankParts
+    model: TextModel
+
+    @classmethod
+    def load(cls, numerics: str = "released", share: float = 0.3) -> Lab:
+        parts = prepare(TINY, EngineConfig(numerics=numerics), "cpu")  # type: ignore[arg-type]
+        with Checkpoint.open(TINY, drafter=True) as checkpoint:
+            model = load_text_model(checkpoint, parts.numerics, max_positions=384, drafter=True)
+        make_markov_twin(model, share)
+        assert model.drafter is not None
+        generator = torch.Generator().manual_seed(1)
+        model.drafter.confidence.copy_(torch.randn(model.drafter.confidence.shape, generator=generator))
+        return cls(parts, model)
+
+    def engine(
+        self, drafts: int = DRAFTS, *, num_blocks: int = 64, varlen: bool = False, **more: Any
+    ) -> Engine:
+        values: dict[str, Any] = {"max_model_len": 200, "max_seqs": 8, **more}
+        settings = SchedulerSettings(
+            num_blocks=num_blocks, vocab_size=VOCAB, eos_token_id=EOS, num_drafts=drafts, **values
+        )
+        layout = CacheLayout.build(self.parts.model_config, self.parts.numerics, drafts)
+        pools = CachePools(layout, num_blocks, settings.num_state_slots)
+        pools.poison(range(1, pools.num_slots), range(1, pools.num_blocks))
+        parts = self.parts
+        engine = Engine(
+            self.model, pools, parts.tokenizer, parts.config, compress=parts.compress, settings=settings
+        )
+        if varlen:
+            engine.loop.inputs.varlen = True
+            engine.scheduler.draft_lengths = ScheduledLengths(JAGGED)
+        return engine
+
+
+@pytest.fixture(scope="module")
+def lab() -> Lab:
+    return Lab.load()
+
+
+def run(engine: Engine, requests: list[Request]) -> list[RequestResult]:
+    for request in requests:
+        engine.add(Request(request.prompt, request.params, request.seed, forced=request.forced))
+    results = sorted(engine.run(), key=lambda result: result.request_id)
+    engine.check_integrity()
+    assert [result.error for result in results] == [None] * len(requests)
+    return results
+
+
+def bits(results: list[RequestResult]) -> list[Any]:
+    return [
+        (
+            result.token_ids.tolist(),
+            None if result.logprobs is None else result.logprobs.tolist(),
+            None if result.prompt_logprobs is None else result.prompt_logprobs.tolist(),
+            result.top_logprobs,
+            result.finish_reason,
+            result.text,
+        )
+        for result in results
+    ]
+
+
+def prompt(random: np.random.Generator, length: int) -> np.ndarray:
+    return random.integers(3, 509, length).astype(np.int32)
+
+
+# ------------------------------------------------------------------ greedy: the same bits
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2, "prompt_logprobs": 0},
+    {"repetition_penalty": 1.3, "logprobs": 0},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.4},
+    {"logit_bias": {EOS: 2.0, 17: 1.5}, "min_tokens": 4},
+    {"stop": "from what comes out", "logprobs": 1},
+    {"stop_token_ids": "from what comes out"},
+    {"stop": "from what comes out", "include_stop_str_in_output": True, "min_tokens": 3},
+]
+
+
+def greedy_requests(lab: Lab, count: int, seed: int) -> list[Request]:
+    """Random prompts, many of which outgrow a block; stops are taken from what each gives without them."""
+    random = np.random.default_rng(seed)
+    requests = []
+    for index in range(count):
+        length = int(random.choice([1, 2, 16, 17, 60, 118, 124, 127, int(random.integers(1, 128))]))
+        kind = {
+            name: value
+            for name, value in KINDS[index % len(KINDS)].items()
+            if name not in ("stop", "stop_token_ids")
+        }
+        params = SamplingParams(temperature=0.0, max_tokens=int(random.integers(2, 26)), **kind)
+        requests.append(Request(prompt(random, length), params, seed=index))
+    free = run(lab.engine(0), requests)
+    for index, (request, result) in enumerate(zip(requests, free, strict=True)):
+        kind = KINDS[index % len(KINDS)]
+        inner = result.token_ids[len(result.token_ids) // 2 :].tolist()
+        if "stop_token_ids" in kind:
+            request.params = request.params.model_copy(update={"stop_token_ids": (inner[0], inner[-1])})
+        if "stop" in kind and len(result.text) > 6:
+            middle = len(result.text) // 2
+            request.params = request.params.model_copy(update={"stop": (result.text[middle : middle + 3],)})
+    return requests
+
+
+MODES = list(itertools.product([False, True], [False, True]))
+
+
+@pytest.fixture(scope="module")
+def greedy(lab: Lab) -> tuple[list[Request], list[Any]]:
+    requests = greedy_requests(lab, 32, 5)
+    without = bits(run(lab.engine(0), requests))
+    assert {entry[4] for entry in without} == {"stop", "length"}
+    return requests, without
+
+
+@pytest.mark.parametrize(
+    ("varlen", "zos"), MODES, ids=["fixed", "fixed-overlapped", "varlen", "varlen-overlapped"]
+)
+def test_greedy_with_drafts_is_greedy_without(
+    lab: Lab, greedy: tuple[list[Request], list[Any]], varlen: bool, zos: bool
+) -> None:
+    """Tokens, log-probabilities, alternatives, texts; few blocks, so that sequences give way all the time."""
+    requests, without = greedy
+    engine = lab.engine(varlen=varlen, zos=zos, num_blocks=9)
+    assert bits(run(engine, requests)) == without
+    stats = engine.stats
+    assert stats["preempted"] > 3
+    assert min(stats["accepted_lengths"][:5]) > 0, "every accepted length occurs"
+    assert (np.count_nonzero(stats["verified_lengths"]) > 3) == varlen
+
+
+def test_filled_up_steps_change_no_bit(lab: Lab, greedy: tuple[list[Request], list[Any]]) -> None:
+    """As a device runs them: rows and sequences in sixteens, fixed shapes."""
+    requests, without = greedy
+    engine = lab.engine(zos=True)
+    engine.loop.inputs.multiples = RowMultiples(DEVICE_ROWS, DEVICE_ROWS, DEVICE_ROWS)
+    assert engine.loop.drafting is not None
+    engine.loop.drafting._multiple = DEVICE_ROWS
+    assert bits(run(engine, requests)) == without
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_few_drafts(lab: Lab, greedy: tuple[list[Request], list[Any]], drafts: int) -> None:
+    requests, without = greedy
+    assert bits(run(lab.engine(drafts, zos=True), requests[:12])) == without[:12]
+
+
+def test_logits_in_parts_change_no_bit(lab: Lab, greedy: tuple[list[Request], list[Any]]) -> None:
+    requests, without = greedy
+    engine = lab.engine(zos=True)
+    assert engine.loop.drafting is not None
+    engine.loop.drafting._part = 16
+    assert bits(run(engine, requests[:16])) == without[:16]
+
+
+def test_an_engine_of_a_directory_drafts() -> None:
+    """Measured costs, the untrained drafter of the checkpoint, lengths by confidence."""
+    results, scheduler = {}, {"max_seqs": 4, "max_model_len": 200}
+    random = np.random.default_rng(1)
+    requests = [
+        Request(prompt(random, 30), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+        for _ in range(4)
+    ]
+    for drafts, varlen in ((0, False), (3, True)):
+        config = EngineConfig(scheduler=scheduler, speculative={"num_drafts": drafts, "varlen": varlen})  # type: ignore[arg-type]
+        engine = build_engine(TINY, config, "cpu")
+        results[drafts] = bits(run(engine, requests))
+        if varlen:
+            lengths = engine.scheduler.draft_lengths
+            assert isinstance(lengths, ScheduledLengths)
+            assert isinstance(lengths.cost, StepCosts)
+            assert lengths.cost.curve.sizes == (1, 2, 4, 8, 16)
+            assert lengths.cost.sampler(4) > 0
+    assert results[3] == results[0]
+
+
+# ------------------------------------------------------------------ sampled
+
+
+def sampled_requests(count: int, seed: int) -> list[Request]:
+    random = np.random.default_rng(seed)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 1},
+        {"temperature": 1.2, "top_k": 20},
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.1},
+    ]
+    return [
+        Request(
+            prompt(random, int(random.integers(1, 100))),
+            SamplingParams(max_tokens=int(random.integers(2, 20)), **kinds[index % len(kinds)]),
+            seed=index,
+        )
+        for index in range(count)
+    ]
+
+
+def test_sampled_tokens_are_the_same_in_both_loops_and_alone(lab: Lab) -> None:
+    """With fixed lengths and no preemption the boundaries of a sequence's steps are its own affair."""
+    requests = sampled_requests(20, 3)
+    together = bits(run(lab.engine(zos=True), requests))
+    assert bits(run(lab.engine(zos=False), requests)) == together
+    assert bits(run(lab.engine(zos=True, max_seqs=1), requests[:5])) == together[:5]
+    filled = lab.engine(zos=True)
+    filled.loop.inputs.multiples = RowMultiples(DEVICE_ROWS, DEVICE_ROWS, DEVICE_ROWS)
+    assert filled.loop.drafting is not None
+    filled.loop.drafting._multiple = DEVICE_ROWS
+    assert bits(run(filled, requests)) == together
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_five_thousand_samples_have_the_distribution_of_the_model(lab: Lab, varlen: bool) -> None:
+    """Four tokens of one prompt, three ids each: their joint distribution against the model's, by chi-square.
+
+    The second token comes from a step that verifies placeholders, the others from real drafts.
+    """
+    draws, width, length = 2500, 3, 4
+    start = np.array([9, 33, 57, 100, 4], np.int32)
+    sampling = {"temperature": 1.3, "top_k": width, "ignore_eos": True}
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
+    for step in range(length):
+        asked = [
+            Request(
+                start,
+                SamplingParams(max_tokens=step + 1, logprobs=width, **sampling),  # type: ignore[arg-type]
+                forced=np.array(before, np.int32),
+            )
+            for before in exact
+        ]
+        following = {}
+        for before, result in zip(exact, run(lab.engine(0, max_seqs=64), asked), strict=True):
+            assert result.token_ids[:step].tolist() == list(before)
+            assert result.top_logprobs is not None
+            for token, logprob in result.top_logprobs[step]:
+                following[(*before, token)] = exact[before] * float(np.exp(logprob))
+        exact = following
+    assert sum(exact.values()) == pytest.approx(1, abs=1e-4)
+
+    params = SamplingParams(max_tokens=length, **sampling)  # type: ignore[arg-type]
+    engine = lab.engine(2, varlen=varlen, max_seqs=125, num_blocks=160, max_batched_tokens=1000)
+    results = run(engine, [Request(start, params, seed=1000 + index) for index in range(draws)])
+    counts = dict.fromkeys(exact, 0)
+    for result in results:
+        counts[tuple(result.token_ids.tolist())] += 1
+    expected, observed = np.array(list(exact.values())) * draws, np.array(list(counts.values()))
+    small = expected < 8
+    expected = np.append(expected[~small], expected[small].sum())
+    observed = np.append(observed[~small], observed[small].sum())
+    freedom = len(expected) - 1
+    critical = freedom * (1 - 2 / (9 * freedom) + QUANTILE * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert ((observed - expected) ** 2 / expected).sum() < critical
+    assert freedom > 15
+    assert engine.stats["accepted_lengths"][1] > 100
+
+
+# ------------------------------------------------------------------ parts
+
+
+def test_forced_outputs_come_out_with_the_models_own_logprobs(lab: Lab) -> None:
+    """Free places go on from them, with drafts as without."""
+    random = np.random.default_rng(3)
+    forced = [prompt(random, 7), np.array([5, -1, 9], np.int32), np.array([4], np.int32)]
+    requests = [
+        Request(
+            prompt(random, 20),
+            SamplingParams(temperature=0.0, max_tokens=9, logprobs=0, ignore_eos=True),
+            forced=ids,
+        )
+        for ids in forced
+    ]
+    without = run(lab.engine(0), requests)
+    for ids, result in zip(forced, without, strict=True):
+        kept = ids >= 0
+        assert result.token_ids[: len(ids)][kept].tolist() == ids[kept].tolist()
+    for zos in (False, True):
+        assert bits(run(lab.engine(zos=zos), requests)) == bits(without)
+
+
+def test_a_model_without_its_drafter_is_refused() -> None:
+    model = MockModel(mock_config(VOCAB))
+    settings = SchedulerSettings(num_blocks=16, vocab_size=VOCAB, num_drafts=2, max_model_len=100, max_seqs=2)
+    pools = CachePools(model.layout(2), 16, settings.num_state_slots)
+    with pytest.raises(ConfigError, match="loaded without its draft layers; set it to 0"):
+        Engine(
+            model,
+            pools,
+            byte_tokenizer(VOCAB),
+            EngineConfig(),
+            compress=np.zeros(VOCAB, np.int32),
+            settings=settings,
+        )
+
+
+def test_slot_zero_keeps_its_placeholders() -> None:
+    pool = DraftPool(3, 2, 40, "cpu")
+    rows = pool.write_rows(torch.tensor([0, 1, 3]), 1)
+    assert rows.tolist() == [pool.nowhere * 2 + 1, 3, 7]
+    assert pool.ids[:2].tolist() == [39, 39]
+    assert pool.logprobs[:2].exp().sum(1).tolist() == [1.0, 1.0]
+    assert pool.logprobs[:2, 39].tolist() == [0.0, 0.0]
+    assert pool.confidence[:2].tolist() == [1.0, 1.0]
+    assert pool.logprobs.nbytes + pool.ids.nbytes + pool.confidence.nbytes == DraftPool.bytes_of(3, 2, 40)
+
+
+def test_lengths_and_positions_of_a_step_whose_predecessor_is_in_flight() -> None:
+    cu, seq, place = rows_of_lengths(torch.tensor([3, 1, 2]), 6)
+    assert cu.tolist() == [0, 3, 4, 6]
+    assert seq.tolist() == [0, 0, 0, 1, 2, 2]
+    assert place.tolist() == [0, 1, 2, 0, 0, 1]
+    previous = InFlight(torch.zeros(2), torch.zeros(2, 5), torch.tensor([1, 5]))
+    # The host counted 6 rows for the step in flight; sequence 0 was second in it, sequence 2 first, 1 is new.
+    base, remap = torch.tensor([100, 50, 70]), torch.tensor([1, -1, 0])
+    assert repaired_positions(base, remap, previous, (seq, place)).tolist() == [100, 101, 102, 50, 66, 67]
+
+
+# ------------------------------------------------------------------ soak
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("numerics", ["released", "exact"])
+@pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
+def test_greedy_with_drafts_is_greedy_without_for_five_hundred_prompts(numerics: str, share: float) -> None:
+    lab = Lab.load(numerics, share)
+    requests = greedy_requests(lab, 500, 11)
+    without = bits(run(lab.engine(0), requests))
+    for (varlen, zos), drafts, blocks in itertools.product(MODES, (1, 3, 5), (9, 64)):
+        got = bits(run(lab.engine(drafts, varlen=varlen, zos=zos, num_blocks=blocks), requests))
+        assert got == without, (varlen, zos, drafts, blocks)
