@@ -67,6 +67,16 @@ def test_rebalances_during_the_run_change_no_bit() -> None:
     assert all(result["rebalances"] >= 3 for result in results)
 
 
+@pytest.mark.parametrize("grid", [(2, 1, 2, 0), (1, 2, 2, 0)], ids=["experts", "prompts"])
+def test_drafts_on_several_ranks(grid: tuple[int, int, int, int]) -> None:
+    """Verification and drafting behind shared experts, rebalanced too, or shared prompts; greedy requests get
+    what they get without drafts."""
+    drafts = {"speculative": {"num_drafts": 3}}
+    check(Case(grid, options={**drafts, **FAST_EPLB}, max_tokens=12, seed=8))
+    plain, drafted = (gangs.alone(Case(grid, options=own, max_tokens=12, seed=8)) for own in ({}, drafts))
+    assert [plain[str(index)] for index in range(0, 8, 2)] == [drafted[str(index)] for index in range(0, 8, 2)]
+
+
 def test_the_smallest_memory_sets_the_blocks_of_all() -> None:
     """Ranks with unequal memory agree on the minimum."""
     case = Case((2, 1, 2, 0), count=4, seed=5)
