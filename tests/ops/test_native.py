@@ -63,6 +63,8 @@ def test_rounding_and_fake_quantization(both, rows):
     assert _equal(both(lambda: formats.bf16_round(x)))
     assert _equal(both(lambda: formats.fake_quant_fp8(x)))
     assert _equal(both(lambda: formats.fake_quant_fp8(formats.bf16_round(x))))
+    assert _equal(both(lambda: formats.fake_quant_index(x)))
+    assert _equal(both(lambda: formats.fake_quant_index(formats.bf16_round(x).view(rows, 3, 32))))
     assert _equal(both(lambda: formats.bf16_round(x.view(rows, 3, 32).transpose(0, 1))))
 
 
@@ -173,6 +175,25 @@ def test_fp4_records():
     e4m3 = torch.from_numpy(rng.integers(0, 127, (50, 6), dtype=np.uint8))
     got = native.load_fp4(codes, rows, e4m3, rows, 96, 16, formats.e4m3_values(codes.device))
     assert _equal((got, formats.dequant_kv(codes[rows], e4m3[rows])))
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_stored_fp4_records(rounded):
+    x = _values(60, 96, seed=5)
+    x = formats.bf16_round(x) if rounded else x
+    rows = torch.from_numpy(np.random.default_rng(2).permutation(80)[:60])
+    codes, scales = torch.zeros(80, 48, dtype=torch.uint8), torch.zeros(80, 3, dtype=torch.uint8)
+    native.store_fp4(x, codes, rows, scales, rows, 32, None)
+    want_codes, want_scales = formats.quantize_index(x)
+    assert torch.equal(codes[rows], want_codes)
+    assert torch.equal(scales[rows], want_scales)
+    table = formats.e4m3_values(x.device)
+    for divide in (False, True):
+        codes, scales = torch.zeros(80, 48, dtype=torch.uint8), torch.zeros(80, 6, dtype=torch.uint8)
+        native.store_fp4(x, codes, rows, scales, rows, 16, table, divide)
+        want_codes, want_scales = formats.quantize_kv(x, divide=divide)
+        assert torch.equal(codes[rows], want_codes)
+        assert torch.equal(scales[rows], want_scales)
 
 
 def test_native_code_stays_out_of_graphs():

@@ -19,6 +19,7 @@ from deepinfer_ray.ops.native.build import load as _load_library
 _P, _L, _F, _I = c_void_p, c_long, c_float, c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "fake_quant_fp8": (_P, _P, _L, _I),
+    "fake_quant_index": (_P, _P, _L),
     "round_values": (_P, _P, _L),
     "norm_rows": (_P, _P, _P, _P, _L, _L, _L, _F, _I),
     "mix_logits": (_P, _P, _P, _P, _P, _L, _L, _L, _F),
@@ -80,6 +81,14 @@ def fake_quant_fp8_tile(x_Tn: torch.Tensor, rows: int) -> torch.Tensor:
     make = torch.empty if rows == x_Tn.shape[0] else torch.zeros
     y = make(rows, x_Tn.shape[1], dtype=torch.bfloat16)
     _call("fake_quant_fp8", x_Tn.data_ptr(), y.data_ptr(), x_Tn.numel() // 32, True)
+    return y
+
+
+def fake_quant_index(x: torch.Tensor) -> torch.Tensor:
+    """`formats.fake_quant_index` with groups of 32."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _call("fake_quant_index", x.data_ptr(), y.data_ptr(), x.numel() // 32)
     return y
 
 

@@ -8,6 +8,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define API __attribute__((visibility("default")))
 #define GROUP 32
@@ -64,6 +67,24 @@ API void fake_quant_fp8(const float *x, void *y, long groups, int bf16) {
         }
         fake_fp8_group(x + g * GROUP, out);
         for (int i = 0; i < GROUP; i++) store_value(y, g * GROUP + i, out[i], 1);
+    }
+}
+
+/* Quantize and dequantize FP4 groups of 32 with power-of-two scales (attention spec 9.4). */
+API void fake_quant_index(const float *x, float *y, long groups) {
+    const float sixth = (float)(1.0 / 6.0);
+    for (long g = 0; g < groups; g++, x += GROUP, y += GROUP) {
+        uint32_t top = bits_of(6.0f * 0x1p-126f);
+        for (int i = 0; i < GROUP; i++) {
+            uint32_t u = bits_of(x[i]) & 0x7fffffffu;
+            top = u > top ? u : top;
+        }
+        float least = float_of((bits_of(float_of(top) * sixth) + 0x007fffffu) & 0x7f800000u);
+        for (int i = 0; i < GROUP; i++) {
+            float magic = float_of(bits_of(x[i]) & 0x7f800000u);
+            magic = (magic > least ? magic : least) * (1.5f * 4194304.0f);
+            y[i] = (x[i] + magic) - magic;
+        }
     }
 }
 
@@ -354,6 +375,28 @@ API void load_fp8(const uint8_t *codes, const uint8_t *scales, const int64_t *ro
 
 static const float E2M1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
+/* Values of n packed e2m1 codes (a multiple of 8) times a scale. */
+static inline void decode_fp4_group(const uint8_t *in, float *y, long n, float scale) {
+#ifdef __AVX2__
+    /* Eight codes lie in one word: each lane shifts its own down; the shuffle looks at the low three bits. */
+    const __m256i shift = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28), sign = _mm256_set1_epi32(8);
+    const __m256 table = _mm256_loadu_ps(E2M1), factor = _mm256_set1_ps(scale);
+    for (long i = 0; i < n; i += 8) {
+        int32_t word;
+        memcpy(&word, in + i / 2, 4);
+        __m256i code = _mm256_srlv_epi32(_mm256_set1_epi32(word), shift);
+        __m256i minus = _mm256_slli_epi32(_mm256_and_si256(code, sign), 28);
+        __m256 v = _mm256_or_ps(_mm256_permutevar8x32_ps(table, code), _mm256_castsi256_ps(minus));
+        _mm256_storeu_ps(y + i, _mm256_mul_ps(v, factor));
+    }
+#else
+    for (long i = 0; i < n / 2; i++) {
+        y[2 * i] = E2M1[in[i] & 15u] * scale;
+        y[2 * i + 1] = E2M1[in[i] >> 4] * scale;
+    }
+#endif
+}
+
 /* Packed e2m1 codes with one ue8m0 byte (group 32) or one e4m3 scale (group 16, from a table of 256). */
 API void load_fp4(const uint8_t *codes, const uint8_t *scales, const int64_t *code_rows, const int64_t *scale_rows,
                   float *y, long count, long dim, long code_pitch, long scale_pitch, long group,
@@ -365,11 +408,7 @@ API void load_fp4(const uint8_t *codes, const uint8_t *scales, const int64_t *co
             uint32_t b = sc[g];
             float scale = e4m3 ? e4m3[b] : float_of(b == 255u ? 0x7fc00000u : b ? b << 23 : 0x00400000u);
             float *own = y + t * dim + g * group;
-            for (long i = 0; i < group / 2; i++) {
-                uint32_t byte = in[g * group / 2 + i];
-                own[2 * i] = E2M1[byte & 15u] * scale;
-                own[2 * i + 1] = E2M1[byte >> 4] * scale;
-            }
+            decode_fp4_group(in + g * group / 2, own, group, scale);
         }
     }
 }
