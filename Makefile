@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help venv demo test test-browser check lint types soak test-gpu bench-peer package clean
+.PHONY: help venv demo test test-browser check lint types soak test-gpu bench-peer bench-spec package clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,9 @@ test-gpu:  ## tests of a CUDA device with the Python at hand (no virtual environ
 bench-peer: venv  ## tokens/s of a tiny checkpoint beside transformers
 	$(BIN)/python -m pip install --quiet -c constraints.txt transformers
 	$(BIN)/python jobs/bench_peer.py
+
+bench-spec: venv  ## tokens/s with and without drafts, side by side
+	$(BIN)/deepinfer-ray bench spec
 
 package: venv  ## wheel and sdist
 	$(BIN)/python -m build --no-isolation

@@ -24,6 +24,7 @@ BENCHES = {
         "deepinfer_ray.bench.prefix",
         "prefill tokens and time of rows with common heads, reuse off and on",
     ),
+    "spec": ("deepinfer_ray.bench.spec", "tokens/s with and without drafts, verified and accepted lengths"),
     "scheduler": ("deepinfer_ray.bench.scheduler", "host time of a decode step at 32…512 sequences"),
 }
 """name -> (module with `run() -> list[dict]`, what it measures). A module may also have
