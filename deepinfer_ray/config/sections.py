@@ -142,8 +142,11 @@ class SpeculativeOptions(Section):
     """Drafting and verification (spec/speculative.md)."""
 
     num_drafts: int = Field(0, ge=0, lt=BLOCK_TOKENS)
-    """Draft tokens a step; 0 = plain decoding."""
+    """Draft tokens a step; 0 = plain decoding. Greedy output is the same with and without, sampled output has
+    the same distribution."""
     varlen: bool = False
+    """Verify as many drafts as are worth their measured time. Lengths then depend on timing, and with them
+    the draws of sampled rows (not their distribution)."""
     confidence_temperature: float | tuple[float, ...] = 1.0
     """One temperature, or one for each draft position."""
     enforce_eager: bool = False
@@ -207,7 +210,14 @@ class StructuredOptions(Section):
     disable_cache: bool = False
     cache_bytes: int = Field(10 * 2**30, ge=0)
     threads: int = Field(4, ge=1)
-    on_preempt: Literal["finish", "replay"] = "finish"
+    """Grammars that are compiled at the same time, each in a process of its own."""
+    memory_mb: int = Field(4096, ge=64)
+    """Memory one of these processes may use for its grammar."""
+    max_schema_bytes: int = Field(256 * 1024, ge=1)
+    max_nesting: int = Field(64, ge=1)
+    """Levels of schemas within schemas, and of values in them."""
+    on_preempt: Literal["finish", "replay"] = "replay"
+    """A row that loses its cache: end it with what it has, or compute it again to the same end."""
 
 
 class MultimodalOptions(Section):
@@ -260,6 +270,8 @@ class RuntimeOptions(Section):
     graph_interval: int = Field(8, ge=1)
     gc_interval: int = Field(1000, ge=1)
     batch_invariant: bool = False
+    """On a device: all steps of a kind have one number of rows, so that a row's bits do not depend on how
+    many others there are. Small steps then cost as much as full ones. On a CPU this holds anyway."""
 
 
 class ProfileHttpOptions(Section):
