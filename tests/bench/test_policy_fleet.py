@@ -108,7 +108,8 @@ def test_acceptance_depends_on_request_and_position_alone() -> None:
 
 def test_without_the_fast_path_a_lonely_rank_waits_for_the_any_point() -> None:
     """spec/engine.md §3.4: work on one of several ranks starts after 100 empty decode steps."""
-    waits = Fleet(settings(idle_fast_path=False), COST, keep_timeline=True).run(at_once(0))
+    recorded = {"prefill_all_interval": 70, "prefill_any_interval": 100}
+    waits = Fleet(settings(idle_fast_path=False, **recorded), COST, keep_timeline=True).run(at_once(0))
     spun = [kinds for _, _, kinds in waits.timeline].index(("prefill", "idle", "idle"))
     assert spun == 100
     starts = Fleet(settings(), COST, keep_timeline=True).run(at_once(0))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -127,30 +125,10 @@ def predictor(model, stub):
 
 
 @pytest.fixture(scope="session")
-def ray_cluster():
-    """One local cluster of 4 logical CPUs for the whole session; the value is the ray module."""
-    from deepinfer_ray.fleet.cluster import PATIENT, QUIET
+def ray_cluster(local_ray):
+    """The session's cluster, set up for pipelines; the value is the ray module."""
+    import ray.data
 
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="rd-", dir="/tmp") as temp:
-        settings = {**QUIET, **PATIENT, "RAY_DATA_DISABLE_PROGRESS_BARS": "1", "RAY_TQDM": "0"}
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-        patch.delenv("RAY_ADDRESS", raising=False)
-        import ray
-
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=200 * 2**20,
-            log_to_driver=False,
-            _temp_dir=temp,
-        )
-        ray.cloudpickle.register_pickle_by_value(load_stub())
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        try:
-            yield ray
-        finally:
-            ray.shutdown(wait_for_processes=True)
+    local_ray.cloudpickle.register_pickle_by_value(load_stub())
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    return local_ray

@@ -300,6 +300,7 @@ def test_memory_outside_torch_is_a_figure_of_gpus() -> None:
 
 
 def test_garbage_is_collected_by_steps_in_a_process_of_a_rank() -> None:
+    gc.enable()
     policy = GcPolicy(3)
     policy.step()
     assert gc.isenabled()  # somebody else's process
