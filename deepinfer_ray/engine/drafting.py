@@ -20,6 +20,7 @@ from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.engine import inputs
 from deepinfer_ray.engine.draft_pool import DraftPool
 from deepinfer_ray.engine.inputs import InFlight, StepRows
+from deepinfer_ray.engine.logits_processors import TokenMasks
 from deepinfer_ray.engine.plan import StepOutputs, StepPlan
 from deepinfer_ray.engine.sampler import (
     RowGroup,
@@ -131,11 +132,12 @@ class Drafting:
 
     # -- one step ---------------------------------------------------------------------------------------
 
-    def run(self, plan: StepPlan, hidden_TD: torch.Tensor) -> Drafted:
+    def run(self, plan: StepPlan, hidden_TD: torch.Tensor, masks: TokenMasks | None = None) -> Drafted:
         """hidden: rows of the step's forward. Everything before the step is committed by now, so that the
-        plan's lengths and the table's columns are exact."""
+        plan's lengths and the table's columns are exact. masks: of the step's logit rows."""
         step = self._send(plan, hidden_TD.shape[0])
         rows = inputs.verify_rows(plan, self.table).padded(hidden_TD.shape[0])
+        rows.masks = masks
         ids_T = self.pool.ids.index_select(0, step.read_rows).masked_fill(~step.verifies, -1)
         logits_TV = self.model.logits(hidden_TD)
         mask_logits(logits_TV, rows, self._blacklist, self._staging)

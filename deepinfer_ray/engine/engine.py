@@ -27,6 +27,7 @@ from deepinfer_ray.engine.detokenizer import TextStream, TokenTable
 from deepinfer_ray.engine.draft_length import ScheduledLengths
 from deepinfer_ray.engine.flops import FlopModel, peak_tflops
 from deepinfer_ray.engine.gc_policy import GcPolicy
+from deepinfer_ray.engine.grammar_pool import GrammarPool
 from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.lockstep import Lockstep
 from deepinfer_ray.engine.phase_vote import VoteGroup
@@ -39,6 +40,7 @@ from deepinfer_ray.engine.settings import SchedulerSettings
 from deepinfer_ray.engine.stats import WINDOW_STEPS, EngineStats
 from deepinfer_ray.engine.stats_log import PROMPT_INTERVAL, StatsLog, memory_outside_torch
 from deepinfer_ray.engine.step_loop import Model, StepLoop
+from deepinfer_ray.engine.structured import StructuredOutputs
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.errors import ConfigError, RowError
 
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 
 QUEUE_SHARE = 4
 """A rank keeps 1/4 of its seats' number of requests waiting, so that a freed seat is taken at once."""
+
+GRAMMAR_WAIT_S = 0.02
+"""How long a step waits when all requests are waiting for their grammars."""
 
 
 class Engine:
@@ -70,12 +75,13 @@ class Engine:
         hooks: EngineHooks | None = None,
         rank: int = 0,
         ranks: Lockstep | None = None,
+        grammars: GrammarPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """compress: int32 token id -> Engram id, None for a model without Engram. settings: instead of those
         that `config` gives. votes: the data-parallel group, None = a rank on its own. hooks: what else
         takes part in a step. rank: its number in logs and file names. ranks: the other ranks of its gang,
-        with whom it then makes every turn."""
+        with whom it then makes every turn. grammars: a pool that others use, too; by default its own."""
         self.config, self.model, self.pools, self.ranks = config, model, pools, ranks
         if ranks is not None:
             votes = ranks.groups.votes
@@ -113,6 +119,15 @@ class Engine:
             sync_guard=not config.debug.disable_sync_guard,
             confidence_temperature=config.speculative.confidence_temperature,
             batch_invariant=config.runtime.batch_invariant,
+        )
+        added = {token: each.content for token, each in tokenizer.get_added_tokens_decoder().items()}
+        self.structured = self.loop.structured = StructuredOutputs(
+            self.scheduler,
+            self.tokens.pieces,
+            ends,
+            {token: text for token, text in added.items() if token < self.vocab_size and token not in ends},
+            config.structured,
+            grammars,
         )
         if self.settings.varlen and self.settings.num_drafts:
             self._schedule_lengths()
@@ -186,6 +201,7 @@ class Engine:
         """
         try:
             request = self._checked(request)
+            spec = self.structured.spec_of(request.params)
         except RowError as error:
             length = len(request.prompt) if hasattr(request.prompt, "__len__") else 0
             failed = RequestResult.failed(request.request_id, length, error.code, str(error))
@@ -195,7 +211,9 @@ class Engine:
         stream = None
         if params.stop:
             stream = TextStream(self.tokens, params.stop, params.include_stop_str_in_output)
-        self.scheduler.add(request, extra=stream)
+        sequence = self.scheduler.add(request, ready=spec is None, extra=stream)
+        if spec is not None:
+            self.structured.hold(sequence, spec)
 
     def _checked(self, request: Request) -> Request:
         """The request as it will run, or `RowError`."""
@@ -207,8 +225,6 @@ class Engine:
                 f"{len(prompt)} prompt tokens, but at most {self.settings.prompt_limit} can be run "
                 "(scheduler.max_model_len); shorten the prompt or raise it",
             )
-        if params.structured_outputs is not None:
-            raise RowError("bad_schema", "structured_outputs is not supported by this engine; remove it")
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
             outside = [token for token in ids if not 0 <= token < self.vocab_size]
             if outside:
@@ -241,6 +257,8 @@ class Engine:
         """One step of the loop; results of the requests that ended. In a gang one turn, which is collective
         and runs no step if no rank has work."""
         results, self._refused = self._refused, []
+        if self._waits_for_grammars():
+            return results
         agreement = None
         if self.ranks is not None:
             agreement = self.ranks.agree(self.scheduler, self.loop.has_in_flight)
@@ -258,6 +276,18 @@ class Engine:
             self._record(started, goes_on)
             results += [self._result(terminal) for terminal in terminals]
         return results
+
+    def _waits_for_grammars(self) -> bool:
+        """Takes what was compiled; whether there is nothing to do before more is (after a short wait)."""
+        structured, scheduler = self.structured, self.scheduler
+
+        def only_grammars() -> bool:
+            waiting = structured.num_waiting
+            return waiting > 0 and scheduler.num_unfinished == waiting and not self.loop.has_in_flight
+
+        alone = not self._lockstep and self.ranks is None
+        structured.pump(GRAMMAR_WAIT_S if alone and only_grammars() else 0.0)
+        return alone and only_grammars() and not scheduler.state.outbox
 
     def _record(self, started: float, goes_on: bool) -> None:
         stats, plan = self._stats, self.loop.last_plan
@@ -323,6 +353,7 @@ class Engine:
         if self.profile_server is not None:
             self.profile_server.close()
             self.profile_server = None
+        self.structured.close()
         self.profiler.close()
         self._stats_log.close()
         self.gc.release_process()

@@ -176,6 +176,10 @@ def _format(value: Any, where: str, limits: GrammarLimits, depth: int) -> dict[s
         result["json_schema"] = normalise(value.get("json_schema"), limits.max_nesting)
     elif kind == "regex":
         check_regex(value.get("pattern"), f"{where}.pattern")
+    elif kind == "tag":
+        ends = value["end"] if isinstance(value.get("end"), list) else [value.get("end")]
+        if not all(isinstance(text, str) for text in (value.get("begin"), *ends)):
+            raise _refused(f"{where}: begin is a text, end a text or a list of texts")
     if "content" in value:
         result["content"] = _format(value["content"], f"{where}.content", limits, depth + 1)
     for name in ("elements", "tags"):

@@ -129,6 +129,9 @@ def receive(engine: Engine, handover: Handover) -> bool:
     sequence.arrival_time = handover.arrival_time
     sequence.first_scheduled_time = handover.first_scheduled_time
     sequence.first_token_time = handover.first_token_time
+    spec = engine.structured.spec_of(params)
+    if spec is not None:
+        engine.structured.supply(sequence, spec)
     engine.scheduler.enqueue_received(sequence)
     return True
 

@@ -1,8 +1,8 @@
 """What requests change about logits before a distribution is formed: bans, biases, penalties.
 
-Knows: the order of the changes and their formulas (spec/speculative.md §5.1, §5.2). Does not know: how many
-tokens are drawn, temperature, filters. Edits are sparse (row, id, value) lists built on the host from each
-row's own history, so a row's logits never depend on its neighbours.
+Knows: the order of the changes and their formulas (spec/speculative.md §5.1, §5.2). Does not know: what a
+grammar allows, how many tokens are drawn, temperature, filters. Edits are sparse (row, id, value) lists built
+on the host from each row's own history, so a row's logits never depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.engine.request import SamplingParams
 
 NEGATIVE_INFINITY = float("-inf")
+
+MASK_BYTES = 64 << 20
+"""Logits that are masked at one time."""
 
 
 @dataclass(slots=True)
@@ -108,6 +111,29 @@ class LogitEdits:
         if self.penalties:
             rows, ids, values = next(sent), next(sent), next(sent)
             logits_NV[rows, ids] -= values
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """What some logit rows may be at all. rows: int64 [C]. words: int32 [C, ceil(V / 32)], bit v & 31 of word
+    v >> 5 set = token v is allowed (spec/speculative.md §7.4)."""
+
+    rows: np.ndarray
+    words: np.ndarray
+
+    def apply(self, logits_NV: torch.Tensor, staging: Staging | None = None) -> None:
+        """Forbidden tokens of the rows to minus infinity; float32 [N, V], changed in place."""
+        staging = staging or Staging(logits_NV.device)
+        even = np.pad(self.words, ((0, 0), (0, self.words.shape[1] % 2)))  # the copy moves 64-bit words
+        rows_C, words_CW = staging.send([self.rows, even.view(np.int64)])
+        places_8 = torch.arange(8, dtype=torch.uint8, device=logits_NV.device)
+        vocab = logits_NV.shape[1]
+        step = max(1, MASK_BYTES // (4 * vocab))
+        for at in range(0, len(self.rows), step):
+            part_C, bytes_CB = rows_C[at : at + step], words_CW[at : at + step].view(torch.uint8)
+            bits_CV = ((bytes_CB[:, :, None] >> places_8) & 1).flatten(1)[:, :vocab]
+            kept_CV = logits_NV.index_select(0, part_C).masked_fill(bits_CV == 0, NEGATIVE_INFINITY)
+            logits_NV.index_copy_(0, part_C, kept_CV)
 
 
 def needs_edits(params: SamplingParams) -> bool:

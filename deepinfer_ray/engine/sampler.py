@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from deepinfer_ray.cache.transfer import Staging
-from deepinfer_ray.engine.logits_processors import NEGATIVE_INFINITY, LogitEdits
+from deepinfer_ray.engine.logits_processors import NEGATIVE_INFINITY, LogitEdits, TokenMasks
 from deepinfer_ray.engine.philox import CASE_SAMPLE, random_words
 from deepinfer_ray.engine.request import GREEDY_TEMPERATURE
 
@@ -54,6 +54,7 @@ class SampleRows:
     top_logprobs: np.ndarray
     edits: LogitEdits | None = None
     forced: np.ndarray | None = None
+    masks: TokenMasks | None = None
 
     def padded(self, count: int) -> SampleRows:
         """With further rows up to `count` whose greedy tokens nobody wants (spec/engine.md §8.6)."""
@@ -74,10 +75,11 @@ class SampleRows:
             top_logprobs=more(self.top_logprobs, -1),
             edits=self.edits,
             forced=None if self.forced is None else more(self.forced, -1),
+            masks=self.masks,
         )
 
     def part(self, start: int, stop: int) -> SampleRows:
-        """Rows [start, stop), without edits."""
+        """Rows [start, stop), without edits and masks."""
         rows = slice(start, stop)
         return SampleRows(
             temperature=self.temperature[rows],
@@ -194,9 +196,11 @@ def sample(
 def mask_logits(
     logits_NV: torch.Tensor, rows: SampleRows, blacklist: torch.Tensor | None, staging: Staging
 ) -> None:
-    """Bans of the engine, then what the rows' requests change, in place."""
+    """Bans of the engine, then what the rows' requests change (grammars first), in place."""
     if blacklist is not None:
         logits_NV.index_fill_(1, blacklist, NEGATIVE_INFINITY)
+    if rows.masks is not None:
+        rows.masks.apply(logits_NV, staging)
     if rows.edits:
         rows.edits.apply(logits_NV, staging)
 

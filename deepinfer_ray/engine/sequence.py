@@ -17,6 +17,7 @@ import numpy as np
 from deepinfer_ray.engine.request import FinishReason, Request, RequestResult
 
 if TYPE_CHECKING:
+    from deepinfer_ray.engine.grammar_matcher import RowGrammar
     from deepinfer_ray.engine.prefix_cache import SharePoints
 
 
@@ -75,7 +76,7 @@ class Sequence:
     tokens, logprobs: int32 / float32 [L] kept only while the sequence has no row (prompt, then the outputs
     that a preemption must not lose). checkpoints: ascending lengths at which a chunk has to end.
     image_spans: half-open token ranges that no chunk may cut. extra: whatever the step loop attaches
-    (detokenizer, grammar, pixels); it follows the sequence through preemption.
+    (detokenizer, pixels); it follows the sequence through preemption.
     """
 
     request: Request
@@ -106,6 +107,8 @@ class Sequence:
     prompt_logprobs: np.ndarray | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     extra: Any = None
+    grammar: RowGrammar | None = None
+    """What its outputs have to follow, once that is compiled."""
 
     @property
     def request_id(self) -> int:

@@ -42,7 +42,7 @@ class SchedulerSettings:
     """How far a window ring can be rolled back; None or anything smaller: num_drafts + 1."""
     role: Role = "normal"
     preemption: Literal["stop", "recompute"] = "recompute"
-    on_preempt: Literal["finish", "replay"] = "finish"
+    on_preempt: Literal["finish", "replay"] = "replay"
     """What becomes of a preempted sequence whose grammar is active: ended, or recomputed and replayed."""
     chunked_prefill: bool = True
     min_chunk_tokens: int = 0

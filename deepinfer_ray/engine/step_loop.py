@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ from deepinfer_ray.engine.plan import CommitResult, StepOutputs, StepPlan
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Terminal
 from deepinfer_ray.engine.step_inputs import InputBuilder, RowMultiples
+from deepinfer_ray.engine.structured import Failures, StructuredOutputs
 from deepinfer_ray.engine.sync_guard import forbid_sync
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.engine.timers import StepTimers
@@ -81,6 +82,8 @@ class Flight:
     lengths: HostCopy | None = None
     """Rows of each sequence, where the device gave them out."""
     copy: HostCopy | None = None
+    failures: Failures = field(default_factory=dict)
+    """Sequences that failed before they were sampled."""
 
 
 class StepLoop:
@@ -110,6 +113,8 @@ class StepLoop:
         self.timers = StepTimers(pools.device, timeline)
         self.before_sample: Callable[[], None] | None = None
         """Called in every step once its forward is launched: the time for host work that nobody waits for."""
+        self.structured: StructuredOutputs | None = None
+        """Grammars of the sequences, if any may have one."""
         self._placeholders = placeholders
         text, topology = model.config.text, model.config.topology
         limits = StepLimits(
@@ -301,9 +306,14 @@ class StepLoop:
             if self.drafting is not None and self._placeholders and not plan.is_prompt:
                 self.drafting.placeholder()
             return
-        if self.drafting is not None and not plan.is_prompt:
+        verifies = self.drafting is not None and not plan.is_prompt
+        masks = None
+        if self.structured is not None and len(members):
+            with self._span("grammar", plan.step):
+                masks, flight.failures = self.structured.masks(plan, members, verifies=verifies)
+        if self.drafting is not None and verifies:
             with self._span("sample", plan.step), self._no_waiting():
-                drafted = self.drafting.run(plan, hidden)
+                drafted = self.drafting.run(plan, hidden, masks)
                 flight.in_flight = drafted.in_flight if self.overlapped else None
                 flight.copy = HostCopy(drafted.tensors)
             flight.hidden = flight.sample_rows = None
@@ -313,6 +323,7 @@ class StepLoop:
             if len(members):
                 logits = self.model.logits(hidden.index_select(0, flight.sample_rows))
                 rows = inputs.sample_rows(plan, self.table, members).padded(len(flight.sample_rows))
+                rows.masks = masks
                 drawn = sampler.sample(logits, rows, self._blacklist, self._staging)
                 if self.overlapped and not plan.is_prompt:
                     none = drawn.tokens.new_zeros((len(drawn.tokens), 0))
@@ -351,6 +362,7 @@ class StepLoop:
             outputs = self._outputs(flight, host)
             if "bad" in host and host["bad"].any():
                 outputs.failures = dict.fromkeys(flight.members[host["bad"]].tolist(), BAD_ROW)
+            outputs.failures |= flight.failures
             if flight.scores is not None:
                 self._keep_scores(plan, flight.scores, host["scores"])
             result = self.scheduler.commit(plan, outputs)

@@ -99,6 +99,7 @@ class SequenceTable:
         self.repetition_penalty = column(np.float32)
         self.has_penalty = column(np.bool_)
         self.has_bias = column(np.bool_)
+        self.has_grammar = column(np.bool_)
         self.num_logprobs = column(np.int32)
         """Alternatives asked for beside the token's own logprob, -1 = no logprobs at all."""
         # Arenas.
@@ -169,6 +170,7 @@ class SequenceTable:
             params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
         )
         self.has_bias[row] = bool(params.logit_bias)
+        self.has_grammar[row] = params.structured_outputs is not None
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
     def clear(self, row: int) -> None:

@@ -278,7 +278,7 @@ def test_a_row_without_a_distribution_fails_alone(zos: bool) -> None:
         ([3], {"stop_token_ids": [600]}, "bad_sampling_params", "token 600"),
         ([3], {"logit_bias": {-4: 1.0}}, "bad_sampling_params", "token -4"),
         ([3], {"logprobs": 600}, "bad_sampling_params", "600 alternatives"),
-        ([3], {"structured_outputs": {"json": {}}}, "bad_schema", "structured_outputs"),
+        ([3], {"structured_outputs": {"jsn": {}}}, "bad_schema", "did you mean 'json'?"),
     ],
 )
 def test_what_can_never_run_ends_with_its_code(
