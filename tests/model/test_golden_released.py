@@ -184,7 +184,7 @@ def test_entries_and_index_keys_from_golden_input(harness, kind, variant, layer,
             ngram_ids=np.zeros((ratio, 4), np.int64),
         )
         ctx = build_context(meta, driver.pools, model.numerics, *model._tables)
-        attention._store_entries(linear(v, attention.side), ctx)
+        attention._store_entries(linear(v, attention.side)[:, : attention.entry_rows], ctx)
         slot = meta.ratios[ratio].entry_slots
         row = entry - total + 8
         got = driver.pools.load_entries(layer, slot)
