@@ -28,6 +28,7 @@ SYSTEM = {
 """A raylet that is gone is noticed in two seconds instead of a dozen; a slow one has as long as ever."""
 
 STORE_BYTES = 80 * 2**20
+DRAIN_REASON_PREEMPTION = 2
 RANK = "RankActor"
 POLL_S = 0.05
 
@@ -60,6 +61,7 @@ class FakeMachines:
                 "_system_config": SYSTEM,
             },
         )
+        self._state = self._cluster.global_state  # of its own: this process need not be connected
         self._machines: list[Any] = []
         for _ in range(count):
             self.add()
@@ -69,26 +71,16 @@ class FakeMachines:
         """For RAY_ADDRESS."""
         return str(self._cluster.address)
 
-    def connect(self) -> None:
-        """Let this process look at the cluster."""
-        import ray
-
-        self._cluster.wait_for_nodes()
-        ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
-
     def add(self) -> None:
         """One machine more."""
-        self._machines.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, wait=False))
+        self._machines.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
 
     def ranks(self) -> list[LiveRank]:
         """Our actors that run, by process id."""
-        import ray
-
-        rows = ray._private.state.actors().values()
         return sorted(
             (
                 LiveRank(row["Pid"], row["Address"]["NodeID"])
-                for row in rows
+                for row in self._state.actor_table(None).values()
                 if row["ActorClassName"] == RANK and row["State"] == "ALIVE"
             ),
             key=lambda rank: rank.pid,
@@ -107,18 +99,26 @@ class FakeMachines:
 
     def held(self) -> list[str]:
         """What is held on the cluster: our actors, placement groups, CPUs."""
-        import ray
-        from ray.util import placement_group_table
-
         found = [f"actor with pid {rank.pid}" for rank in self.ranks()]
         found += [
             f"placement group {row['name']} {row['state']}"
-            for row in placement_group_table().values()
+            for row in self._state.placement_group_table().values()
             if row["state"] != "REMOVED"
         ]
-        if ray.available_resources().get("CPU", 0) != ray.cluster_resources().get("CPU", 0):
+        if self._state.available_resources().get("CPU", 0) != self._state.cluster_resources().get("CPU", 0):
             found.append("CPUs")
         return found
+
+    def drain(self, node_id: str, seconds: float) -> None:
+        """Announce that a machine will be taken away."""
+        from ray._raylet import GcsClient
+
+        deadline_ms = int((time.time() + seconds) * 1e3)
+        accepted, why = GcsClient(address=self.address).drain_node(
+            node_id, DRAIN_REASON_PREEMPTION, "a test", deadline_ms
+        )
+        if not accepted:
+            raise RuntimeError(f"the notice for {node_id} was refused: {why}")
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """Whether it came true in time."""
@@ -131,9 +131,6 @@ class FakeMachines:
 
     def close(self) -> None:
         """End every process and delete the files."""
-        import ray
-
-        ray.shutdown()
         self._cluster.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
         for name, value in self._environment.items():
@@ -145,10 +142,9 @@ class FakeMachines:
 
 @contextlib.contextmanager
 def fake_machines(count: int) -> Iterator[FakeMachines]:
-    """Started and connected; closed at the end."""
+    """Started, closed at the end. This process must not be connected to another cluster."""
     machines = FakeMachines(count)
     try:
-        machines.connect()
         yield machines
     finally:
         machines.close()

@@ -48,10 +48,10 @@ KEPT = {"manifest.json", "config.json", "summary.json", "report.html"}
 
 @dataclass(frozen=True)
 class Kill:
-    """What one kill did. at: where in the job it struck. redone: rows that an engine got more than once."""
+    """What the kills of one job did. at: where in it they struck. redone: rows that engines got again."""
 
-    victim: Victim
-    at: str
+    victims: tuple[Victim, ...]
+    at: tuple[str, ...]
     lost: int
     duplicated: int
     different: int
@@ -174,31 +174,47 @@ class KillLab:
     def _run(self, name: str) -> JobRun:
         return JobRun(self._flags, self._folder / name, self._machines.address)
 
-    def strike(self, victim: Victim, seed: int) -> Kill:
-        """Run a job, kill, let it come to its end. A kill that found no victim is drawn again."""
-        random = np.random.default_rng([seed, VICTIMS.index(victim)])
+    def strike(self, victims: Sequence[Victim], seed: int) -> Kill:
+        """Run a job, kill `victims` one after the other, let it come to its end.
+
+        A job that ended before all had been killed does not count: the moments are drawn again.
+        """
+        random = np.random.default_rng(seed)
         for _ in range(10):
             self._count += 1
-            run = self._run(f"{self._count:03}-{victim}")
+            run = self._run(f"{self._count:03}")
             began = time.monotonic()
             run.start()
             try:
-                at = self._wait_for_moment(run, random)
-                if run.running and self._kill(run, victim, random):
-                    self._finish(run, victim)
-                    return self._judge(run, victim, at, time.monotonic() - began)
+                moments = self._strike(run, victims, random)
                 run.wait()
             finally:
                 if run.running:
                     run.kill()
-        raise RuntimeError(f"no {victim} was there to be killed in ten jobs")
+            if len(moments) == len(victims):
+                return self._judge(run, tuple(victims), moments, time.monotonic() - began)
+        raise RuntimeError(f"ten jobs ended before {', '.join(victims)} had been killed")
 
-    def _wait_for_moment(self, run: JobRun, random: np.random.Generator) -> str:
-        part = int(random.integers(0, ROWS // ROWS_PER_PART))
+    def _strike(self, run: JobRun, victims: Sequence[Victim], random: np.random.Generator) -> list[str]:
+        """Where in the job each kill struck; fewer than `victims` if it ended before."""
+        moments = []
+        after = sorted(random.integers(0, ROWS // ROWS_PER_PART, len(victims)).tolist())
+        for victim, part in zip(victims, after, strict=True):
+            moment = self._wait_for_moment(run, part, random)
+            if not (run.running and self._kill(run, victim, random)):
+                break
+            moments.append(f"{victim} {moment}")
+            if victim == "driver":
+                run.start()
+            elif victim == "raylet":
+                self._machines.add()  # while the job goes on: the next kill needs a spare one again
+        return moments
+
+    def _wait_for_moment(self, run: JobRun, part: int, random: np.random.Generator) -> str:
         if part == 0:
             wait_s = float(random.uniform(0, self.start_seconds))
             time.sleep(wait_s)
-            return f"{wait_s:.2f} s into the start"
+            return f"{wait_s:.2f} s into a start"
         self._machines.wait_until(lambda: run.parts >= part or not run.running, RUN_TIMEOUT_S)
         wait_s = float(random.uniform(0, LATE_S))
         time.sleep(wait_s)
@@ -221,24 +237,19 @@ class KillLab:
             return True
         return False
 
-    def _finish(self, run: JobRun, victim: Victim) -> None:
-        if victim == "driver":
-            run.start()
-        elif victim == "raylet":
-            self._machines.add()  # while the job goes on: the next kill needs a spare one again
-        run.wait()
-
-    def _judge(self, run: JobRun, victim: Victim, at: str, seconds: float) -> Kill:
+    def _judge(self, run: JobRun, victims: tuple[Victim, ...], moments: list[str], seconds: float) -> Kill:
         self._machines.wait_until(lambda: not self._machines.held(), CLEAN_TIMEOUT_S)
         rows = run.rows()
         counts = Counter(rows["row_id"].to_pylist())
         got = by_id(rows)
         return Kill(
-            victim,
-            at,
+            victims,
+            tuple(moments),
             lost=len(self._expected.keys() - got.keys()),
             duplicated=sum(count - 1 for count in counts.values()),
-            different=sum(got.get(row_id, expected) != expected for row_id, expected in self._expected.items()),
+            different=sum(
+                got.get(row_id, expected) != expected for row_id, expected in self._expected.items()
+            ),
             redone=run.given() - ROWS,
             seconds=seconds,
             left=(*run.strangers(), *self._machines.held()),
@@ -261,7 +272,7 @@ def figures(kills: Sequence[Kill]) -> list[dict[str, Any]]:
     """One row a victim: sums over its kills, and how many rows a kill cost on average and at most."""
     rows = []
     for victim in VICTIMS:
-        own = [kill for kill in kills if kill.victim == victim]
+        own = [kill for kill in kills if kill.victims == (victim,)]
         if own:
             redone = [kill.redone for kill in own]
             rows.append(
@@ -284,4 +295,4 @@ def figures(kills: Sequence[Kill]) -> list[dict[str, Any]]:
 def run(kills: int = 12, seed: int = 0) -> list[dict[str, Any]]:
     """`kills` kills in turn of driver, rank and raylet; a row of figures for each kind."""
     with kill_lab() as lab:
-        return figures([lab.strike(VICTIMS[index % 3], seed + index) for index in range(kills)])
+        return figures([lab.strike([VICTIMS[index % 3]], seed + index) for index in range(kills)])

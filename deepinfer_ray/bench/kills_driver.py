@@ -1,4 +1,4 @@
-"""The driver that `bench kills` starts and kills: the command `generate`, with a tally of rows that ranks got.
+"""The driver that `bench kills` starts and kills: the command `generate`, and a tally of rows that ranks get.
 
 argv: JSON with `flags`, `sets` and `tally` (a file that grows by one byte for each row an engine is given).
 """

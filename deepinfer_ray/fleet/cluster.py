@@ -34,12 +34,16 @@ PATIENT = {"RAY_worker_register_timeout_seconds": "300"}
 
 @dataclass(frozen=True)
 class Connection:
-    """A joined cluster. own: started here, so it ends with us. joined: this call connected the process."""
+    """A joined cluster. own: started here, so it ends with us. joined: this call connected the process.
+
+    node_id: the machine through which this process is connected.
+    """
 
     address: str
     own: bool
     joined: bool
     scratch: Scratch | None = None
+    node_id: str = ""
 
     def close(self, *, keep_logs: bool = False) -> None:
         """Disconnect if `connect` connected; end the cluster and delete its files if it was started here."""
@@ -71,7 +75,7 @@ def connect(
         ) from error
 
     if ray.is_initialized():
-        return Connection(ray.get_runtime_context().gcs_address, own=False, joined=False)
+        return _connection(own=False, joined=False)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -83,7 +87,7 @@ def connect(
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise _no_answer(address, error) from error
-            return Connection(ray.get_runtime_context().gcs_address, own=False, joined=True)
+            return _connection(own=False, joined=True)
         for name, value in PATIENT.items():
             os.environ.setdefault(name, value)
         scratch = Scratch()
@@ -101,7 +105,14 @@ def connect(
             ray.shutdown()
             scratch.delete()
             raise
-    return Connection(ray.get_runtime_context().gcs_address, own=True, joined=True, scratch=scratch)
+    return _connection(own=True, joined=True, scratch=scratch)
+
+
+def _connection(*, own: bool, joined: bool, scratch: Scratch | None = None) -> Connection:
+    import ray
+
+    context = ray.get_runtime_context()
+    return Connection(context.gcs_address, own, joined, scratch, context.get_node_id())
 
 
 def require_answer(address: str) -> None:

@@ -26,6 +26,7 @@ from deepinfer_ray.fleet.backend import RankStats, WorkItem, WorkResult
 from deepinfer_ray.fleet.cluster import Connection, connect
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
 from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank
+from deepinfer_ray.fleet.machines import DrainNotices, lost_machine
 from deepinfer_ray.fleet.messages import RankReport, RankSpec
 from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, rank_environment
 from deepinfer_ray.fleet.placement import cluster_nodes
@@ -43,6 +44,8 @@ COLLECT_WAIT_S = 2.0
 """Long poll of a rank without news; also the pulse of an idle fleet."""
 BEREFT_S = 3.0
 """How long a rank that lost another one waits for the news of that one's death."""
+FLUSH_S = 5.0
+"""How long before its machine goes a gang gives its unfinished rows back."""
 BUILD_POLL_S = 0.05
 """How often a gang that is coming up is looked at."""
 
@@ -74,6 +77,7 @@ class RayFleet:
         self._name = f"deepinfer-{uuid.uuid4().hex[:8]}"
         self._budget = RestartBudget(self.options.max_restarts)
         self._watch = Watch(self.options.patience, clock)
+        self._notices = DrainNotices(clock=clock)
         self._connection: Connection | None = None
         self._gangs: list[Gang] = []
         self._ready: list[WorkResult] = []
@@ -150,6 +154,7 @@ class RayFleet:
             "local_cluster": bool(self._connection and self._connection.own),
             "ray_files": str(scratch.path) if scratch else None,
             "placement": self._gangs[0].placement.plan.describe() if self._gangs else None,
+            "notice_s": self._notices.seconds_left([self._connection.node_id]) if self._connection else None,
         }
 
     def take_stats(self) -> list[RankStats]:
@@ -197,7 +202,7 @@ class RayFleet:
         )
 
     def _new_gang(self, index: int, generation: int) -> Gang:
-        nodes = cluster_nodes()
+        nodes = [node for node in cluster_nodes() if self._notices.seconds_left([node.node_id]) is None]
         gpus = self.options.gpus_per_rank
         if gpus is None:
             has_gpu = any(node.total.get("GPU", 0) for node in nodes)
@@ -254,6 +259,7 @@ class RayFleet:
         for gang in building:
             self._build_on(gang)
         self._look_after_ranks()
+        self._heed_notices()
         self._assign()
 
     def _assign(self) -> None:
@@ -271,7 +277,7 @@ class RayFleet:
         try:
             answer = ray.get(ref)
         except ray.exceptions.RayError as error:
-            self._died(gang, rank, describe_death(error), lost_node=self._node_is_gone(rank))
+            self._died(gang, rank, describe_death(error))
             return
         if kind == "collect":
             self._collected(gang, rank, answer)
@@ -296,7 +302,7 @@ class RayFleet:
                 # It lost another rank: wait a moment for the one that really failed.
                 self._bereft.setdefault(gang.index, (self._clock(), f"{rank}: {cause}"))
             else:
-                self._died(gang, rank, cause, lost_node=False)
+                self._died(gang, rank, cause, own_fault=True)
             return
         self._collect(gang, rank)
 
@@ -318,13 +324,13 @@ class RayFleet:
                     self._collect(gang, rank)
                 return
         except ray.exceptions.RayError as error:
-            self._died(gang, None, f"while {gang.stage}: {describe_death(error)}", lost_node=False)
+            self._died(gang, None, f"while {gang.stage}: {describe_death(error)}")
             return
         waited = self._clock() - gang.since
         if gang.stage == "placing" and waited > self._watch.patience.placement:
             self._placement_is_late(gang, waited)
         elif gang.stage in ("creating", "meeting", "loading") and waited > self._watch.patience.start:
-            self._died(gang, None, f"no engine after {waited:.0f} s of {gang.stage}", lost_node=False)
+            self._died(gang, None, f"no engine after {waited:.0f} s of {gang.stage}")
 
     def _placement_is_late(self, gang: Gang, waited_s: float) -> None:
         """Fatal at the start or when nothing else runs; else the others go on and this one keeps waiting."""
@@ -343,48 +349,78 @@ class RayFleet:
         for gang in [gang for gang in self._gangs if gang.stage == "up"]:
             since, cause = self._bereft.get(gang.index, (math.inf, ""))
             if self._clock() - since > BEREFT_S:
-                self._died(gang, None, cause, lost_node=False)
+                self._died(gang, None, cause)
                 continue
             for rank in gang.ranks:
                 verdict = self._watch.verdict(rank.rank)
                 if verdict is not None:
                     verdict += self._last_phases(gang)
-                    self._died(gang, rank, verdict, lost_node=self._node_is_gone(rank))
+                    self._died(gang, rank, verdict)
                     break
                 if rank.pinging is None and self._watch.wants_ping(rank.rank):
                     rank.pinging = rank.actor.ping.remote()
                     self._mail[rank.pinging] = ("ping", gang, rank)
 
-    def _died(self, gang: Gang, rank: Rank | None, cause: str, *, lost_node: bool) -> None:
+    def _died(self, gang: Gang, rank: Rank | None, cause: str, *, own_fault: bool = False) -> None:
         """End what is left of the gang, take its rows back, start its successor.
 
         A lost machine is nobody's fault: neither the rows nor the budget pay for it. In a gang of several
         ranks the rows of the engine that failed are suspects; those of the others merely run again.
+        own_fault: the rank lives and reported it, so its machine does.
         """
         who = str(rank) if rank else f"gang {gang.index}"
+        machine = None if own_fault else lost_machine(gang.node_ids)
+        rows = self._take_back(gang, guilty=None if machine else rank)
+        self._bereft.pop(gang.index, None)
+        logger.warning(
+            "%s of generation %d died with %d rows in flight, which are redone: %s%s",
+            who, gang.generation, rows, f"its machine {machine} is gone; " if machine else "", cause,
+        )  # fmt: skip
+        gang.end(wait=machine is None)
+        if machine is None:
+            self._budget.death(rows, f"{who}: {cause}")
+        self._succeed(gang)
+
+    def _take_back(self, gang: Gang, guilty: Rank | None) -> int:
+        """Forget a gang's ranks; how many rows they had, which wait again. Those of `guilty` are suspects."""
         self._mail = {ref: letter for ref, letter in self._mail.items() if letter[1] is not gang}
         rows = 0
         for member in gang.ranks:
             load = self.router.load(member.rank)
             rows += len(load.in_flight) if load else 0
-            guilty = rank is not None and rank.rank // self.grid.cp == member.rank // self.grid.cp
-            for result in self.router.lost(member.rank, blame_rows=guilty and not lost_node):
+            blame = guilty is not None and guilty.rank // self.grid.cp == member.rank // self.grid.cp
+            for result in self.router.lost(member.rank, blame_rows=blame):
                 self._ready.append(result)
                 self._budget.progress()
             self._watch.forget(member.rank)
+        return rows
+
+    def _succeed(self, gang: Gang) -> None:
         self.restarts += 1
-        self._bereft.pop(gang.index, None)
-        logger.warning(
-            "%s of generation %d died with %d rows in flight, which are redone: %s",
-            who, gang.generation, rows, cause,
-        )  # fmt: skip
-        gang.end()
-        if not lost_node:
-            self._budget.death(rows, f"{who}: {cause}")
         self._gangs[gang.index] = self._new_gang(gang.index, gang.generation + 1)
 
-    def _node_is_gone(self, rank: Rank) -> bool:
-        return all(node.node_id != rank.where.node_id for node in cluster_nodes())
+    def _heed_notices(self) -> None:
+        """A gang whose machine will be taken away gets no more rows, ends those it has, and moves."""
+        if not self._notices.look():
+            return
+        for gang in list(self._gangs):
+            left = self._notices.seconds_left(gang.node_ids)
+            if left is None:
+                continue
+            loads = [self.router.load(rank.rank) for rank in gang.ranks]
+            rows = sum(len(load.in_flight) for load in loads if load)
+            if not gang.leaving:
+                gang.leaving = True
+                for rank in gang.ranks:
+                    self.router.withdraw(rank.rank)
+                logger.warning(
+                    "a machine of gang %d will be taken away%s: its %d rows in flight may end, then it moves",
+                    gang.index, "" if math.isinf(left) else f" in {left:.0f} s", rows,
+                )  # fmt: skip
+            if gang.stage != "up" or not rows or left <= FLUSH_S:
+                self._take_back(gang, guilty=None)
+                gang.end(wait=False)
+                self._succeed(gang)
 
     # ---- small things
 

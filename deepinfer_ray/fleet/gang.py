@@ -68,6 +68,8 @@ class Gang:
         self.ranks: list[Rank] = []
         self.since = clock()
         self.late = False
+        self.leaving = False
+        self.node_ids: list[str] = []
         self._cp = cp
         self._clock = clock
         self._environment = environment or {}
@@ -127,6 +129,7 @@ class Gang:
                 options["runtime_env"] = {"env_vars": self._environment}
             self._actors.append(ray.remote(RankActor).options(**options).remote(self._environment))
         self._calls = self._waiting = [actor.where.remote() for actor in self._actors]
+        self.node_ids = self.placement.node_ids()
         self._enter("creating")
 
     def _number(self, places: Sequence[RankWhere]) -> None:
@@ -173,13 +176,17 @@ class Gang:
         """Ask the loops to end after their step; references to wait for, at most `STOP_TIMEOUT_S`."""
         return [rank.actor.stop.remote(STOP_TIMEOUT_S) for rank in self.ranks] if self.stage == "up" else []
 
-    def end(self) -> None:
-        """Leave nothing: actors killed, the placement group removed. Legal in any stage, and twice."""
+    def end(self, *, wait: bool = True) -> None:
+        """Leave nothing: actors killed, the placement group removed. Legal in any stage, and twice.
+
+        wait: until Ray knows the actors dead, which takes long for those whose machine is gone.
+        """
         if self.stage == "ended":
             return
         self._kill()
         self.placement.remove()
-        self._wait_gone()
+        if wait:
+            self._wait_gone()
         self._enter("ended")
 
     def _kill(self) -> None:

@@ -54,6 +54,10 @@ class Placement:
         """Whether every bundle stands on a node now."""
         return self._row().get("state") == "CREATED"
 
+    def node_ids(self) -> list[str]:
+        """The machines on which bundles stand."""
+        return [node_id for node_id in self._row().get("bundles_to_node_id", {}).values() if node_id]
+
     def failure(
         self, waited_s: float, *, hopeless: bool = False, copies: int = 1, running: bool = False
     ) -> PlacementError:

@@ -28,12 +28,13 @@ class RankLoad:
     sent: int = 0
     done: int = 0
     alone: bool = False  # runs a group of suspects and nothing beside it
+    leaving: bool = False  # ends what it has and gets nothing new
     in_flight: dict[int, WorkItem] = field(default_factory=dict)
 
     @property
     def credits(self) -> int:
         """Rows it would take now: its wish less what is on its way to it."""
-        return max(0, self.wanted - (self.sent - self.received))
+        return 0 if self.leaving else max(0, self.wanted - (self.sent - self.received))
 
 
 class Router:
@@ -104,6 +105,11 @@ class Router:
         load = self._ranks[rank]
         load.wanted, load.received = wanted, received
 
+    def withdraw(self, rank: int) -> None:
+        """A rank will go away: it gets no more rows. Legal for one that is not up."""
+        if rank in self._ranks:
+            self._ranks[rank].leaving = True
+
     def lost(self, rank: int, *, blame_rows: bool = True) -> list[WorkResult]:
         """A rank is gone: its rows wait again with one more attempt; results of rows convicted by it.
 
@@ -151,7 +157,8 @@ class Router:
         """The rank that gets nothing new so that waiting suspects find it empty; the least loaded one."""
         if not len(self._suspects) or any(load.alone for load in self._ranks.values()):
             return None
-        return min(self._ranks, key=lambda rank: (len(self._ranks[rank].in_flight), rank), default=None)
+        staying = [rank for rank, load in self._ranks.items() if not load.leaving]
+        return min(staying, key=lambda rank: (len(self._ranks[rank].in_flight), rank), default=None)
 
     def _give(self, rank: int, item: WorkItem, given: dict[int, list[WorkItem]]) -> None:
         load = self._ranks[rank]
