@@ -217,6 +217,7 @@ def _consumer_plan(
         swa_keys=_expand_pivots(next(tensors), layout.window),
         klen={ratio: next(tensors) for ratio in ks},
         ks={ratio: next(tensors) for ratio in ks},
+        sequence_rows=cu.tolist(),
     )
 
 

@@ -71,6 +71,8 @@ class ConsumerPlan:
     """[T', W] rows of the buffer [history n*W | kept rows T']."""
     klen: dict[int, torch.Tensor]
     ks: dict[int, torch.Tensor]
+    sequence_rows: list[int]
+    """On the host: `cu_q`."""
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         nx, rows = self.numerics, v_TD.shape[0]
         side = None if self.side is None else linear(v_TD, self.side)
         if self.compressor is not None and side is not None:
-            self._store_entries(side, ctx)
+            self._store_entries(self._entry_projection(side, ctx), ctx)
 
         q_kv = quantized_linear(v_TD, self.wq_a_wkv, nx)
         q_low = rounded_rms_norm(q_kv[:, : self.q_rank], self.q_norm, self.eps, nx)
@@ -82,9 +82,17 @@ class Attention(nn.Module):
         o_THd = nx.b(self._attend(q_THd, latent, ctx))
         return self._project(o_THd, ctx.compressed_back if self.ratio else ctx.plain_back)
 
-    def _store_entries(self, side: torch.Tensor, ctx: StepContext) -> None:
+    def _entry_projection(self, side: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """[T, ratio · d] scores and latents of all rows of the step, whoever computed them."""
+        share, projected = ctx.share, side[:, : self.entry_rows]
+        if ctx.entry_input is not None:
+            assert self.side is not None
+            share, projected = ctx.entry_share, linear(ctx.entry_input, self.side[: self.entry_rows])
+        # Latents of ratio 1 are rounded next; scores and latents of ratio 2 are pooled as they are.
+        return projected if share is None else share.gather(projected, share.rounded and self.ratio == 1)
+
+    def _store_entries(self, projected: torch.Tensor, ctx: StepContext) -> None:
         assert self.compressor is not None
-        projected = side[:, : self.entry_rows]
         if self.ratio == 2:
             projected = projected.view(-1, 2, self.dim)
         latents = self.compressor(projected, ctx)
@@ -116,6 +124,7 @@ class Attention(nn.Module):
             pools.store_window_rows(self.index, latent_Td, ctx.window_store)
             return None, ctx.window_index
         assert meta.swa_history is not None
+        latent_Td = ctx.whole(latent_Td)
         history = pools.load_window(self.index, meta.swa_history)
         buffer = torch.cat((history, self.numerics.q8(latent_Td), latent_Td.new_zeros(1, self.dim)))
         pools.store_window_rows(self.index, latent_Td, ctx.window_store)

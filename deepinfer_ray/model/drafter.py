@@ -12,6 +12,7 @@ K keys of a block (window + N), V vocabulary, r Markov rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -147,12 +148,18 @@ class Drafter(nn.Module):
     # -- context ----------------------------------------------------------------------------------------
 
     def write_context(
-        self, taps_TX: torch.Tensor, rotation: Rotation, store_T: torch.Tensor, pools: CachePools
+        self,
+        taps_TX: torch.Tensor,
+        rotation: Rotation,
+        store_T: torch.Tensor,
+        pools: CachePools,
+        whole: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     ) -> None:
         """Leave a key of every row in the rings of all draft layers (speculative spec §1.3, §1.4).
 
         taps: [T, targets · D] target features. rotation: cos, sin [T, R] at the rows' positions. store: ring
-        rows as of `CachePools.window_rows`; rows that are not stored lead to nobody's slot.
+        rows as of `CachePools.window_rows`; rows that are not stored lead to nobody's slot. whole: from rows
+        of this rank to all rows, of which rotation and store speak.
         """
         nx = self.numerics
         projected = rounded_linear(nx.q8(taps_TX), self.main_proj, nx)
@@ -160,7 +167,7 @@ class Drafter(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DraftLayer)
             k_Td = rounded_linear(m_TD, layer.attn.wq_a_wkv[self.q_rank :], nx)
-            k_Td = rounded_rms_norm(k_Td, layer.attn.kv_norm, self.eps, nx)
+            k_Td = whole(rounded_rms_norm(k_Td, layer.attn.kv_norm, self.eps, nx))
             pools.store_window_rows(layer.attn.index, rotate_tail(k_Td, *rotation, nx), store_T)
 
     # -- block ------------------------------------------------------------------------------------------

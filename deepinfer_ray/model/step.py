@@ -14,6 +14,7 @@ import torch
 
 from deepinfer_ray.cache.metadata import RatioPlan, StepMetadata
 from deepinfer_ray.cache.pool import CachePools
+from deepinfer_ray.model.row_share import RowShare
 from deepinfer_ray.ops import native
 from deepinfer_ray.ops.attention import validity_bias
 from deepinfer_ray.ops.linear import round_up
@@ -82,9 +83,19 @@ class StepContext:
     """[T, B] candidate blocks of the candidate source; None = every visible entry is a candidate."""
     gathered: dict[int, torch.Tensor] = field(default_factory=dict)
     """Prefill: KV source -> [K + 1, d] entries of all sequences' prefixes, a zero row last."""
+    share: RowShare | None = None
+    """The rows that this rank computes; None = all of them."""
+    entry_input: torch.Tensor | None = None
+    """[T, D] what the first consumer layer makes its entries from when it computes fewer rows: its normed
+    input of all rows (of `entry_share`)."""
+    entry_share: RowShare | None = None
     capture: dict[str, torch.Tensor] | None = None
     """Tests only: inner tensors by golden name."""
     _slots: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """All rows of the step, of which this rank computed its share; they are rounded values."""
+        return rows if self.share is None else self.share.gather(rows)
 
     def note(self, name: str, value: torch.Tensor) -> None:
         """Keep an inner tensor when a test asked for it."""
@@ -145,14 +156,15 @@ def build_context(
     plain: RopeTable,
     compressed: RopeTable,
     capture: dict[str, torch.Tensor] | None = None,
+    share: RowShare | None = None,
 ) -> StepContext:
-    """Everything that layers share in this step."""
+    """Everything that layers share in this step. share: of whose rows `meta` speaks, None = of all."""
     plain.reserve(meta.max_length)
     compressed.reserve(meta.max_length)
     present = meta.swa_keys >= 0
     if meta.is_prefill:
         assert meta.swa_history is not None
-        index = meta.swa_keys.masked_fill(~present, meta.swa_history.numel() + meta.num_rows)
+        index = meta.swa_keys.masked_fill(~present, meta.swa_history.numel() + meta.swa_store.numel())
     else:
         index = pools.window_rows(meta.swa_keys)
     plain_rows, compressed_rows = (_per_head(table.take(meta.positions)) for table in (plain, compressed))
@@ -170,5 +182,6 @@ def build_context(
         valid=None if meta.all_valid else meta.valid,
         entries={ratio: _entry_plan(meta, plan, compressed) for ratio, plan in meta.ratios.items()},
         max_klen=meta.max_klen,
+        share=share,
         capture=capture,
     )

@@ -19,8 +19,9 @@ from deepinfer_ray.config.hf import LayerSpec, ModelConfig
 from deepinfer_ray.model.block import Block
 from deepinfer_ray.model.drafter import DraftBlock, Drafter, DraftRequest
 from deepinfer_ray.model.head import Head
+from deepinfer_ray.model.row_share import RowShare
 from deepinfer_ray.model.step import build_context
-from deepinfer_ray.model.yoco import run_layers
+from deepinfer_ray.model.yoco import enter_consumers, run_layers
 from deepinfer_ray.ops import native
 from deepinfer_ray.ops.engram import EngramHash
 from deepinfer_ray.ops.hyper_connections import rounded_collapse
@@ -28,6 +29,8 @@ from deepinfer_ray.ops.linear import round_up
 from deepinfer_ray.ops.numerics import Numerics
 from deepinfer_ray.ops.rope import RopeTable, inverse_frequencies, yarn_frequencies
 from deepinfer_ray.parallel.engram_store import EngramStore
+from deepinfer_ray.parallel.model_ranks import ModelRanks
+from deepinfer_ray.parallel.rank_group import SingleRank
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class ModelOutput:
     """Result of one forward pass."""
 
     hidden: torch.Tensor
-    """[T, D] rows behind the final norm: input of `logits`."""
+    """[T, D] rows behind the final norm: input of `logits`; zeros where consumer layers dropped a row."""
     taps: torch.Tensor | None
     """[T, targets · D] inputs of the drafter's target layers, None unless asked for."""
 
@@ -60,6 +63,8 @@ class TextModel(nn.Module):
         )
         self.head = Head(text, numerics)
         self.engram_store: EngramStore | None = None
+        self.ranks = ModelRanks()
+        """Set by the loader: who computes the other rows of a prefill step."""
         self.drafter: Drafter | None = None
         """Set by the loader when drafts are wanted."""
         self._tables: tuple[RopeTable, RopeTable] | None = None
@@ -105,34 +110,58 @@ class TextModel(nn.Module):
         embeds: torch.Tensor | None = None,
         capture: dict[str, torch.Tensor] | None = None,
     ) -> ModelOutput:
-        """Run one step; caches are updated in place.
+        """Run one step; caches are updated in place. Collective where ranks share experts, tables or rows.
 
-        with_taps: also return the drafter's target features. embeds: [T, D] rows that replace the embedding
-        (image rows merged in). capture: tests only, receives inner tensors.
+        with_taps: also return the drafter's target features, of the rows that this rank computed. embeds:
+        [T, D] rows that replace the embedding (image rows merged in). capture: tests only, receives inner
+        tensors.
         """
         if self._tables is None:
             raise RuntimeError("TextModel.prepare() must run before the first forward pass")
-        ctx = build_context(meta, pools, self.numerics, *self._tables, capture)
-        x_TD = self.embed_tokens(meta.input_ids) if embeds is None else embeds
+        share = RowShare(
+            self.ranks.cp if meta.is_prefill else SingleRank(),
+            meta.sequence_rows,
+            meta.positions.device,
+            rounded=not self.numerics.exact,
+        )
+        mine = share.metadata(meta)
+        ctx = build_context(mine, pools, self.numerics, *self._tables, capture, share)
+        x_TD = self.embed_tokens(mine.input_ids) if embeds is None else share.take(embeds)
         m = self.config.text.hc_mult
         x_TmD = x_TD.unsqueeze(1).expand(-1, m, -1).contiguous()
         a_Tm = torch.zeros(x_TD.shape[0], m, dtype=torch.float32, device=x_TD.device)
         a_Tm[:, 0] = 1.0
         ctx.note("layers.0.h_in", x_TmD)
-        rows = self.engram_rows(meta)
+        rows = self.engram_rows(mine)
         drafter = self.drafter if self.drafter is not None and self.drafter.has_rings(pools) else None
         taps: list[torch.Tensor] | None = [] if with_taps or drafter is not None else None
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         border = self.config.topology.n_prefill_layer
         x_TmD, a_Tm = run_layers(blocks[:border], x_TmD, a_Tm, rows, ctx, taps)
+        if meta.consumer is not None:
+            # The first consumer makes its entries from all rows; what is dropped is dropped behind that.
+            entry_input = blocks[border].attn_input(a_Tm, x_TmD)
+            new, mine, mover = enter_consumers(share, meta, meta.consumer)
+            if mover is not None:
+                x_TmD, a_Tm = mover(x_TmD), mover(a_Tm, rounded=False)
+                taps = None if taps is None else [mover(tap) for tap in taps]
+                if rows is not None:
+                    rows = mover(rows.transpose(0, 1)).transpose(0, 1)
+            ctx = build_context(mine, pools, self.numerics, *self._tables, capture, new)
+            ctx.entry_input, ctx.entry_share = entry_input, share
+            share = new
         x_TmD, a_Tm = run_layers(blocks[border:], x_TmD, a_Tm, rows, ctx, taps)
         h_TD = rounded_collapse(a_Tm, x_TmD, self.numerics)
         ctx.note("final_hidden", h_TD)
         features = torch.cat(taps, dim=-1) if taps else None
         if drafter is not None and features is not None:
-            plain = (ctx.plain[0].squeeze(1), ctx.plain[1].squeeze(1))
-            drafter.write_context(features, plain, ctx.window_store, pools)
-        return ModelOutput(self.head.normed(h_TD), features if with_taps else None)
+            stored = meta.positions if meta.consumer is None else meta.consumer.positions
+            drafter.write_context(features, self._tables[0].take(stored), ctx.window_store, pools, ctx.whole)
+        hidden = ctx.whole(self.head.normed(h_TD))
+        if meta.consumer is not None and meta.consumer.rows is not None:
+            every = hidden.new_zeros(meta.num_rows, hidden.shape[1])
+            hidden = every.index_copy_(0, meta.consumer.rows, hidden)
+        return ModelOutput(hidden, features if with_taps else None)
 
     def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
         """float32 [T, D]; ids outside the vocabulary give zero rows."""

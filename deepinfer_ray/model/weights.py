@@ -263,6 +263,7 @@ def load_text_model(
             model.drafter = Drafter(config, numerics)
     routed = dequantized_expert_bytes(config, source.products, drafter=drafter)
     stacked = routed // ranks.ep.size <= dequant_budget_bytes
+    model.ranks = ranks
     with checkpoint.loading(), torch.no_grad():
         embed = checkpoint.read("embed.weight")
         put(model, "embed", embed.to(device))

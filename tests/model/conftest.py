@@ -112,8 +112,10 @@ class Driver:
         image_mask: np.ndarray | None = None,
         valid: np.ndarray | None = None,
         embeds: torch.Tensor | None = None,
+        replay: tuple[str, int, list[int]] | None = None,
     ) -> Result:
-        """Run the next `counts[i]` tokens of each sequence in one step."""
+        """Run the next `counts[i]` tokens of each sequence in one step. replay: truncation mode, kept tokens
+        and the whole length of each sequence."""
         q = np.array(counts)
         k = np.array([sequence.length for sequence in sequences]) + q
         width = max(len(sequence.blocks) for sequence in sequences)
@@ -136,6 +138,9 @@ class Driver:
         }
         ratios = self.model.config.topology.ratios
         if prefill:
+            if replay is not None:
+                mode, keep, totals = replay
+                common |= {"truncation": mode, "keep_tokens": keep, "total": np.array(totals)}
             meta = build_prefill(self.layout, ratios, image_mask=image_mask, **common)
         else:
             meta = build_decode(self.layout, ratios, **common)
