@@ -7,6 +7,7 @@ command line looks like. Everything that can be refused is refused before a back
 from __future__ import annotations
 
 import datetime
+import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -113,7 +114,7 @@ def _run_leased(
         say(f"removed {ledger.removed_temporary} half-written files of an earlier run")
     outcome = _Run(prepared, plan, ledger, lease, manifest, say, signals).run(make_backend)
     if outcome.exit_code != 5:
-        leave_report(ledger.store, outcome.summary.counts, say, hurried=signals.requested is not None)
+        leave_report(ledger.store, outcome.summary.counts, say, hurried=signals.stopping)
     return outcome
 
 
@@ -244,8 +245,9 @@ class _Run:
                 raise
             error, exit_code = failure, failure.exit_code
         else:
-            if ending is Ending.SIGNAL:
-                exit_code = 128 + (self._signals.requested or 0)
+            self._stopped_at_once = runner.out_of_time
+            if ending in (Ending.SIGNAL, Ending.NOTICE):
+                exit_code = 128 + (self._signals.requested or signal.SIGTERM)
         finally:
             self._progress.close()
         return self._end(runner.counts, exit_code, runner.parts, runner.restarts, error)

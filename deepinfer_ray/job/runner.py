@@ -41,6 +41,7 @@ class Ending(enum.StrEnum):
 
     DONE = "done"
     SIGNAL = "signal"
+    NOTICE = "notice"
     DEADLINE = "deadline"
 
 
@@ -57,7 +58,8 @@ class OpenPart:
 
 
 class Runner:
-    """Runs the rows that `feeder` gives. After `run`: `counts` of the `parts` it committed.
+    """Runs the rows that `feeder` gives. After `run`: `counts` of the `parts` it committed; `out_of_time` if
+    it left open parts because the process is about to be killed.
 
     kept: rows of a part that an earlier run finished and that are not to be run again (`--retry-errors`).
     before: counts of the parts that were committed earlier, for the error rate. min_rows_for_rate: rows that
@@ -83,6 +85,7 @@ class Runner:
         self.counts = Counts()
         self.parts = 0
         self.restarts = 0
+        self.out_of_time = False
         self._feeder = feeder
         self._backend = backend
         self._commits = commits
@@ -115,7 +118,7 @@ class Runner:
         """
         self._feeder.start()
         try:
-            while not self._finished():
+            while not self._finished() and not self._out_of_time():
                 self._check_ending()
                 hungry = self._feed()
                 wait_s = HUNGRY_POLL_S if hungry else POLL_S
@@ -250,6 +253,17 @@ class Runner:
     def _finished(self) -> bool:
         return self._feeder.exhausted and self._held is None and not self._open and not self._commits.pending
 
+    def _out_of_time(self) -> bool:
+        """Whether open parts must be left so that finished ones are still written."""
+        if self._ending is None or not self._signals.time_is_up:
+            return False
+        self.out_of_time = True
+        rows = sum(open_part.missing for open_part in self._open.values())
+        self._progress.note(
+            f"time is up: {rows} rows of {len(self._open)} open parts are left to the next run"
+        )
+        return True
+
     def _check_ending(self) -> None:
         if self._ending is not None:
             return
@@ -257,6 +271,9 @@ class Runner:
             name = signal.Signals(self._signals.requested).name
             self._ending = Ending.SIGNAL
             self._note_ending(f"{name}: stopping", "; once more stops at once and redoes them later")
+        elif self._signals.announced:
+            self._ending = Ending.NOTICE
+            self._note_ending("the driver's machine will be taken away: stopping", "")
         elif self._deadline is not None and self._clock() >= self._deadline:
             self._ending = Ending.DEADLINE
             self._note_ending("deadline reached: stopping", "")
@@ -288,6 +305,9 @@ class Runner:
         self._asked = self._clock()
         status = self._backend.status()
         self.restarts = int(status.get("restarts", 0))
+        notice_s = status.get("notice_s")
+        if notice_s is not None and not self._signals.announced:
+            self._signals.announce(notice_s)
         self._observer.turn(self._ended, self.parts, status, self._backend, last=last)
 
     def _show(self, *, force: bool = False) -> None:
