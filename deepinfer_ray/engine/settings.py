@@ -63,6 +63,8 @@ class SchedulerSettings:
     prefix_min_saved_tokens: int = 256
     keep_tokens: int = 0
     """Of prefill truncation; 0 = off."""
+    truncation: Literal["off", "mask", "compact"] = "off"
+    """How the rows before the kept ones are left out (spec/attention.md §13.2)."""
     cp: int = 1
     varlen: bool = False
     eos_token_id: int = 1
@@ -248,6 +250,7 @@ class SchedulerSettings:
             prefix_block_fraction=cache.prefix_budget_fraction,
             prefix_min_saved_tokens=cache.prefix_min_saved_tokens,
             keep_tokens=0 if config.prefill.truncation_mode == "off" else config.prefill.keep_tokens,
+            truncation=config.prefill.truncation_mode,
             cp=config.parallel.cp,
             varlen=speculative.varlen,
             eos_token_id=eos_token_id,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from deepinfer_ray.cache.checks import StepLimits
-from deepinfer_ray.cache.metadata import StepMetadata, build_decode, build_prefill
+from deepinfer_ray.cache.metadata import StepMetadata, TruncationMode, build_decode, build_prefill
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.engine.draft_length import give_out_on_device
@@ -103,11 +103,14 @@ class InputBuilder:
         multiples: RowMultiples,
         varlen: bool = False,
         vocab_size: int = 1,
+        truncation: TruncationMode = "off",
+        keep_tokens: int = 0,
     ) -> None:
         """multiples: above 1 shapes are fixed. varlen: rows are given out by the newest confidences.
-        vocab_size: bound of the ids of `trial`."""
+        vocab_size: bound of the ids of `trial`. truncation, keep_tokens: spec/attention.md §13.2."""
         self.pools, self.device, self.multiples = pools, pools.device, multiples
         self.varlen, self._vocab_size = varlen, vocab_size
+        self._truncation, self._keep_tokens = truncation, keep_tokens
         self._limits, self._reader, self._ratios = limits, reader, ratios
         self._prompts, self._decodes = Staging(self.device), Staging(self.device, fixed=True)
         compress = reader.table.compress
@@ -141,7 +144,14 @@ class InputBuilder:
             extras += self._overlapped(plan, rows, len(tail), more)
         if plan.is_prompt:
             meta = build_prefill(
-                self.pools.layout, self._ratios, **arguments, staging=self._prompts, extras=extras
+                self.pools.layout,
+                self._ratios,
+                **arguments,
+                truncation=self._truncation,
+                keep_tokens=self._keep_tokens,
+                total=np.concatenate([self._reader.table.len[plan.rows], tail]),
+                staging=self._prompts,
+                extras=extras,
             )
         else:
             meta = build_decode(

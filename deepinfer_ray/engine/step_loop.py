@@ -128,8 +128,17 @@ class StepLoop:
         pad = int(self.table.compress_ids(np.asarray([text.engram_pad_token_id]))[0])
         reader = HistoryReader(self.table, text.engram_max_ngram_size if text.has_engram else 0, pad)
         multiples = RowMultiples.of(self.device, scheduler.settings, batch_invariant)
+        settings = scheduler.settings
         self.inputs = InputBuilder(
-            pools, limits, reader, topology.ratios, multiples, scheduler.settings.varlen, text.vocab_size
+            pools,
+            limits,
+            reader,
+            topology.ratios,
+            multiples,
+            settings.varlen,
+            text.vocab_size,
+            settings.truncation,
+            settings.keep_tokens,
         )
         self._staging = Staging(self.device)
         self._blacklist: torch.Tensor | None = None

@@ -27,6 +27,7 @@ def _load() -> ModuleType:
 
 gangs = _load()
 Case = gangs.Case
+COMPACT = {"prefill": {"truncation_mode": "compact", "keep_tokens": 24}}
 FAST_EPLB = {"eplb": {"interval": 5, "window": 5, "extra_experts": 2, "verify": True}}
 
 
@@ -74,7 +75,9 @@ def test_drafts_on_several_ranks(grid: tuple[int, int, int, int]) -> None:
     drafts = {"speculative": {"num_drafts": 3}}
     check(Case(grid, options={**drafts, **FAST_EPLB}, max_tokens=12, seed=8))
     plain, drafted = (gangs.alone(Case(grid, options=own, max_tokens=12, seed=8)) for own in ({}, drafts))
-    assert [plain[str(index)] for index in range(0, 8, 2)] == [drafted[str(index)] for index in range(0, 8, 2)]
+    assert [plain[str(index)] for index in range(0, 8, 2)] == [
+        drafted[str(index)] for index in range(0, 8, 2)
+    ]
 
 
 def test_the_smallest_memory_sets_the_blocks_of_all() -> None:
@@ -91,6 +94,24 @@ def test_the_smallest_memory_sets_the_blocks_of_all() -> None:
     assert [result["blocks"] for result in results] == [8, 8], "9, down to an even number"
 
 
+def test_prompts_shared_by_context_parallel_ranks() -> None:
+    """(1, 2, 2): a driver and its follower; the follower keeps the same caches and answers nobody."""
+    results = check(Case((1, 2, 2, 0), seed=8))
+    assert not results[1]["answers"]
+
+
+def test_everything_at_once() -> None:
+    """(2, 2, 4) with drafts, replayed prompts, redundant experts and a rebalance every 5 steps."""
+    options = {**FAST_EPLB, **COMPACT, "speculative": {"num_drafts": 3}}
+    results = check(Case((2, 2, 4, 0), options=options, max_tokens=16, seed=9))
+    assert all(result["rebalances"] >= 3 for result in results)
+
+
+@pytest.mark.parametrize("mode", ["mask", "compact"])
+def test_replayed_prompts_on_context_parallel_ranks(mode: str) -> None:
+    check(Case((1, 2, 1, 0), options={"prefill": {"truncation_mode": mode, "keep_tokens": 20}}, seed=10))
+
+
 def test_ranks_with_other_settings_refuse_to_start() -> None:
     def body(case: Any, groups: ProcessGroups, rank: int) -> Any:
         return gangs.work(Case((2, 1, 2, 0), numerics="exact" if rank else "released"), groups, rank)
@@ -99,8 +120,14 @@ def test_ranks_with_other_settings_refuse_to_start() -> None:
         gangs.on_threads(Case((2, 1, 2, 0)), body)
 
 
-PROCESS_CASES = [Case((2, 1, 2, 0), seed=6), Case((2, 1, 2, 0), options=FAST_EPLB, max_tokens=12, seed=7)]
-SOAK_GRIDS = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 4, 0), (3, 1, 3, 0), (1, 1, 1, 2), (4, 1, 2, 2)]
+PROCESS_CASES = [
+    Case((2, 1, 2, 0), options=FAST_EPLB, max_tokens=12, seed=7),
+    Case((1, 2, 2, 0), options=COMPACT, seed=6),
+]
+SOAK_GRIDS = [
+    (1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 4, 0), (3, 1, 3, 0), (1, 1, 1, 2), (4, 1, 2, 2),
+    (1, 2, 1, 0), (2, 2, 2, 0), (1, 2, 2, 0), (2, 2, 4, 0),
+]  # fmt: skip
 
 
 def on_processes(cases: list[Any], tmp_path: Path) -> None:
