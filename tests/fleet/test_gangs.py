@@ -65,8 +65,8 @@ def alone() -> Iterator[Callable[..., list[Any]]]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a rank
 
-    def run(work: list[Request]) -> list[Any]:
-        engine = build_engine(TINY, config(), "cpu")
+    def run(work: list[Request], **options: Any) -> list[Any]:
+        engine = build_engine(TINY, config(**options), "cpu")
         for request in work:
             engine.add(request)
         by_id = {result.request_id: result for result in engine.run()}
@@ -116,6 +116,27 @@ def test_the_life_of_a_gang(
     assert stopped.startswith(f"rank 1 (pid {pid} on "), "the silent rank is blamed, not the one that waits"
     assert "no answer for" in stopped
     assert "rank 0 (pid" in stopped.split("the ranks of its gang:")[1]
+
+
+@pytest.mark.parametrize(
+    ("grid", "own"),
+    [
+        ((1, 2, 2), {}),
+        ((2, 2, 4), {"prefill": {"truncation_mode": "compact", "keep_tokens": 24}, "num_drafts": 3}),
+    ],
+)
+def test_context_parallel_actors(
+    cluster: Any, alone: Callable[..., list[Any]], grid: tuple[int, int, int], own: dict[str, Any]
+) -> None:
+    """Drivers get rows, followers repeat them; with drafts and replayed prompts too."""
+    dp, cp, ep = grid
+    drafts = {"speculative": {"num_drafts": own["num_drafts"]}} if own else {}
+    options = {key: value for key, value in own.items() if key != "num_drafts"} | drafts
+    work = requests(8)
+    with fleet_of(config(dp=dp, cp=cp, ep=ep, **options), dp, cpus_per_rank=0.25) as fleet:
+        assert bits(run_requests(fleet, work)) == alone(work, **options)
+        ranks = fleet.status()["ranks"]
+    assert [bool(rank["done"]) for rank in ranks] == [rank % cp == 0 for rank in range(dp * cp)]
 
 
 def test_an_error_of_the_model_is_told_and_not_its_echo(cluster: Any, tmp_path: Path) -> None:
