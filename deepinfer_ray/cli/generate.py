@@ -151,7 +151,12 @@ def generate(
         _flag("--reasoning-effort", "Of chat rows: low, high, max, 1 to 100; none = no thinking.", _SAMPLING),
     ] = None,
     num_drafts: Annotated[
-        _Whole, _flag("--num-drafts", "Speculative draft tokens a step; 0 = off.", _ENGINE)
+        _Whole,
+        _flag(
+            "--num-drafts",
+            "Draft tokens a step; 0 = off (default: 5 with --device cuda if the checkpoint drafts).",
+            _ENGINE,
+        ),
     ] = None,
     dp: Annotated[_Whole, _flag("--dp", "Data-parallel ranks.", _ENGINE)] = None,
     cp: Annotated[_Whole, _flag("--cp", "Context-parallel ranks of a replica.", _ENGINE)] = None,

@@ -33,6 +33,7 @@ from deepinfer_ray.config.topology import BLOCK_TOKENS
 from deepinfer_ray.errors import ConfigError
 
 DEFAULT_MAX_MODEL_LEN = 4096
+DEFAULT_DRAFTS = 5
 CAPACITY_SHARE = 0.8
 """One sequence of maximal length may fill at most this share of the blocks (spec/engine.md §10.3)."""
 
@@ -58,7 +59,8 @@ class EngineConfig(Section):
 
     @property
     def num_drafts(self) -> int:
-        return self.speculative.num_drafts
+        """Draft tokens a step; before `resolve` 0 where the option is left open."""
+        return self.speculative.num_drafts or 0
 
     @property
     def max_model_len(self) -> int:
@@ -145,6 +147,9 @@ class EngineConfig(Section):
     def resolve(self, model: ModelConfig) -> EngineConfig:
         """This config with every derived option written out and checked against the model."""
         text = model.text
+        if self.speculative.num_drafts is None:
+            drafts = DEFAULT_DRAFTS if text.has_drafter and self.runtime.backend == "cuda" else 0
+            return self.with_values(speculative={"num_drafts": drafts}).resolve(model)
         limit = text.max_position_embeddings
         if (self.scheduler.max_model_len or 0) > limit:
             raise ConfigError(

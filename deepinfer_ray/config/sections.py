@@ -141,9 +141,10 @@ class PrefillOptions(Section):
 class SpeculativeOptions(Section):
     """Drafting and verification (spec/speculative.md)."""
 
-    num_drafts: int = Field(0, ge=0, lt=BLOCK_TOKENS)
+    num_drafts: int | None = Field(None, ge=0, lt=BLOCK_TOKENS)
     """Draft tokens a step; 0 = plain decoding. Greedy output is the same with and without, sampled output has
-    the same distribution."""
+    the same distribution. None: 5 where `runtime.backend` is `cuda` and the checkpoint has draft layers, else
+    0 (`auto` too: what comes out must not depend on the machine that a job is started from)."""
     varlen: bool = False
     """Verify as many drafts as are worth their measured time. Lengths then depend on timing, and with them
     the draws of sampled rows (not their distribution)."""
@@ -160,9 +161,10 @@ class SpeculativeOptions(Section):
         values = value if isinstance(value, tuple) else (value,)
         if any(temperature <= 0 for temperature in values):
             raise ValueError(f"confidence_temperature = {list(values)} must be positive")
-        if isinstance(value, tuple) and len(value) != self.num_drafts:
+        if isinstance(value, tuple) and len(value) != (self.num_drafts or 0):
             raise ValueError(
-                f"confidence_temperature has {len(value)} values, needs one or num_drafts = {self.num_drafts}"
+                f"confidence_temperature has {len(value)} values, needs one or num_drafts = "
+                f"{self.num_drafts or 0}"
             )
         return self
 

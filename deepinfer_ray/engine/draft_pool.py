@@ -35,7 +35,7 @@ class DraftPool:
 
     @staticmethod
     def bytes_of(num_slots: int, drafts: int, vocab_size: int) -> int:
-        """Device bytes of a pool."""
+        """Device bytes of a pool; 0 without drafts."""
         return (num_slots + 2) * drafts * (4 * vocab_size + 12)
 
     def write_rows(self, slots_n: torch.Tensor, place: int) -> torch.Tensor:

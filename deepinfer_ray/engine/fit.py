@@ -14,6 +14,7 @@ from deepinfer_ray.cache.layout import CacheLayout
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine.capacity import plan_capacity
+from deepinfer_ray.engine.draft_pool import DraftPool
 from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.model.inspect import rank_bytes
 from deepinfer_ray.model.tensors import expected_tensors
@@ -82,17 +83,19 @@ def fit_table(model: ModelConfig, engine: EngineConfig, gpus: Sequence[Gpu] = GP
         model, Numerics(engine.numerics), engine.num_drafts, max_backtracking=engine.max_backtracking
     )
     rows = [row for row in rank_bytes(model, expected_tensors(model)) if row["rank"] == 0]
-    return [_fit(gpu, row, layout, engine) for gpu in gpus for row in rows]
+    drafts = DraftPool.bytes_of(engine.scheduler.max_seqs, engine.num_drafts, model.text.vocab_size)
+    return [_fit(gpu, row, layout, engine, drafts) for gpu in gpus for row in rows]
 
 
-def _fit(gpu: Gpu, row: dict[str, Any], layout: CacheLayout, engine: EngineConfig) -> Fit:
+def _fit(gpu: Gpu, row: dict[str, Any], layout: CacheLayout, engine: EngineConfig, drafts: int) -> Fit:
+    """drafts: bytes of the pool of drafts."""
     weights = row["bytes"] + (row["engram_bytes"] if engine.model.engram_on_gpu else 0)
-    left = int(gpu.memory_bytes * engine.cache.memory_utilization) - weights
+    left = int(gpu.memory_bytes * engine.cache.memory_utilization) - weights - drafts
     sizes = (gpu, row["ep"], weights, row["engram_bytes"], left)
     if left <= 0:
         problem = (
             f"weights of a rank take {weights / GIB:.2f} GiB, {engine.cache.memory_utilization:.0%} of the "
-            f"device are {(left + weights) / GIB:.2f} GiB"
+            f"device are {(left + weights + drafts) / GIB:.2f} GiB"
         )
         return Fit(*sizes, problem=problem)
     try:

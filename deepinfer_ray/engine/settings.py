@@ -232,7 +232,7 @@ class SchedulerSettings:
             max_model_len=s.max_model_len,
             max_batched_tokens=s.max_batched_tokens,
             max_seqs=s.max_seqs,
-            num_drafts=speculative.num_drafts,
+            num_drafts=config.num_drafts,
             max_backtracking=cache.max_backtracking,
             role=s.role,
             preemption=s.preemption,

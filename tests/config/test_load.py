@@ -290,6 +290,19 @@ def test_drafts_need_draft_layers() -> None:
         EngineConfig().with_values(speculative={"num_drafts": 5}).resolve(undrafted)
 
 
+@pytest.mark.parametrize(("backend", "drafts"), [("cuda", 5), ("cpu", 0), ("auto", 0)])
+def test_drafts_where_a_gpu_is_named_and_the_checkpoint_drafts(backend: str, drafts: int) -> None:
+    model = ModelConfig.load(GOLDEN / "tinyB")
+    config = EngineConfig().with_values(runtime={"backend": backend})
+    assert config.num_drafts == 0
+    assert config.resolve(model).speculative.num_drafts == drafts
+    ratios = list(model.text.compress_ratios)[:8]
+    undrafted = model.with_text(num_nextn_predict_layers=0, compress_ratios=ratios)
+    assert config.resolve(undrafted).speculative.num_drafts == 0
+    assert config.with_values(speculative={"num_drafts": 2}).resolve(model).num_drafts == 2
+    assert config.with_values(speculative={"num_drafts": 0}).resolve(model).num_drafts == 0
+
+
 def test_capacity_says_what_to_change() -> None:
     EngineConfig().check_capacity(41)
     with pytest.raises(ConfigError, match=r"needs 4097 positions, but 0.8 of 40 cache blocks hold 4096"):
