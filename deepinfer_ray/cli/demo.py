@@ -5,6 +5,8 @@ Knows: the toy prompts, where the demo keeps its checkpoint. Does not know: how 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer_ray import __version__
 from deepinfer_ray.cli.generate import run_generate
 
 RANKS = 2
@@ -58,10 +59,15 @@ def demo(
 
 
 def demo_checkpoint() -> Path:
-    """The tiny checkpoint, made on first use and kept in the user's cache directory."""
-    from deepinfer_ray.model.synthetic import make_checkpoint
+    """The tiny checkpoint, made on first use and kept in the user's cache directory.
 
-    path = _cache() / f"tiny-{__version__}"
+    Its name follows from its configuration and tokenizer, so sources that changed them make another.
+    """
+    from deepinfer_ray.model.synthetic import make_checkpoint, preset_files
+
+    config, tokenizer = preset_files("tiny")
+    text = json.dumps(config, sort_keys=True) + tokenizer.to_str()
+    path = _cache() / f"tiny-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not (path / "config.json").is_file():
         make_checkpoint(path, "tiny")
     return path

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.errors import ConfigError, OutputError
@@ -51,6 +52,17 @@ class Chunk:
     stop: int
 
 
+def preset_files(
+    preset: Preset, layers: int | None = None, experts: int | None = None, engram_rows: int | None = None
+) -> tuple[dict[str, Any], Tokenizer]:
+    """What `config.json` will hold, and the tokenizer that belongs to it."""
+    data = preset_config(preset, layers, experts, engram_rows)
+    text = data["text_config"]
+    tokenizer = byte_tokenizer(text["vocab_size"], text["dspark_noise_token_id"], data["image_token_id"])
+    text["engram_compressed_vocab_size"] = int(compressed_ids(tokenizer).max()) + 1
+    return data, tokenizer
+
+
 def make_checkpoint(
     out: str | Path,
     preset: Preset = "tiny",
@@ -70,10 +82,7 @@ def make_checkpoint(
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty directory; remove it or choose another --out")
-    data = preset_config(preset, layers, experts, engram_rows)
-    text = data["text_config"]
-    tokenizer = byte_tokenizer(text["vocab_size"], text["dspark_noise_token_id"], data["image_token_id"])
-    text["engram_compressed_vocab_size"] = int(compressed_ids(tokenizer).max()) + 1
+    data, tokenizer = preset_files(preset, layers, experts, engram_rows)
     config = ModelConfig.from_dict(data)
     specs = expected_tensors(config)
     total = sum(spec.nbytes for spec in specs)
@@ -87,7 +96,7 @@ def make_checkpoint(
         temporary.mkdir()
         try:
             (temporary / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-            write_tokenizer(tokenizer, temporary, text["max_position_embeddings"])
+            write_tokenizer(tokenizer, temporary, config.text.max_position_embeddings)
             _write_shards(temporary, specs, config, seed, workers, progress)
             os.replace(temporary, out)
         finally:

@@ -1,8 +1,9 @@
 """A byte-level tokenizer with the release's control tokens, for checkpoints without the real one.
 
 Knows: spellings and flags of spec/chat.md §1, where they go in a vocabulary of any size. Does not know:
-models. Text encodes to one token a byte (ids 3 … 258): every string survives encode and decode. Ids that are
-left over are placeholders that no text encodes to, so that whatever a model emits decodes to something.
+models. Text encodes to one token a byte (ids 3 … 258): every string survives encode and decode. No text
+encodes to an id that is left over; it decodes to a word, beyond the list of words to a placeholder, so that
+whatever a model emits is text.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from deepinfer_ray.errors import ConfigError
+from deepinfer_ray.toy.words import PIECES
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SYSTEM, IMAGE = "<｜System｜>", "<｜deepseek_image｜>"
 FIRST_BYTE_ID = 3
+BYTE_LEVEL_SPACE = "Ġ"
+"""How a byte-level vocabulary spells a space."""
 REAL_VOCABULARY = 129280
 
 CONTROL_TOKENS: dict[str, int] = {
@@ -72,10 +76,12 @@ def control_token_ids(vocab_size: int, system_id: int, image_id: int | None) -> 
 
 
 def byte_tokenizer(vocab_size: int, system_id: int, image_id: int | None) -> Tokenizer:
-    """The tokenizer with exactly `vocab_size` ids: BOS/EOS/PAD 0/1/2, bytes, placeholders, control tokens."""
+    """The tokenizer with exactly `vocab_size` ids: BOS/EOS/PAD 0/1/2, bytes, words, control tokens."""
     control = control_token_ids(vocab_size, system_id, image_id)
     by_id = {0: BOS, 1: EOS, 2: PAD} | {token: name for name, token in control.items()}
     by_id |= {FIRST_BYTE_ID + n: char for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    left_over = (i for i in range(vocab_size) if i not in by_id)
+    by_id |= {i: piece.replace(" ", BYTE_LEVEL_SPACE) for i, piece in zip(left_over, PIECES, strict=False)}
     vocab = {by_id.get(i, f"<｜place▁holder▁no▁{i}｜>"): i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -24,6 +24,7 @@ from deepinfer_ray.model.tensors import VISION, expected_tensors
 from deepinfer_ray.ops.formats import dequant_fp8_weight, dequant_mxfp4_weight
 from deepinfer_ray.toy import prompts_path
 from deepinfer_ray.toy.tokenizer import CONTROL_TOKENS, byte_tokenizer
+from deepinfer_ray.toy.words import PIECES
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,16 @@ def test_special_tokens_are_spelled_and_placed_as_the_config_says(tiny: Path) ->
     ids = tokenizer.encode("<｜end▁of▁sentence｜></think>｜DSML｜<｜User｜>", add_special_tokens=False).ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == "</think>｜DSML｜<｜User｜>"
     assert json.loads((tiny / "tokenizer_config.json").read_text())["add_bos_token"] is False
+
+
+def test_ids_that_no_text_encodes_to_are_words_and_then_placeholders(tiny: Path) -> None:
+    assert len(set(PIECES)) == len(PIECES)
+    small, large = Tokenizer.from_file(str(tiny / "tokenizer.json")), byte_tokenizer(1024, 1000, None)
+    assert [small.decode([token]) for token in range(259, 262)] == [" the", " of", " and"]
+    assert not [token for token in range(512) if "holder" in small.decode([token])]
+    first, last = 259 + len(PIECES) - 1, 259 + len(PIECES)
+    assert [large.decode([token]) for token in (first, last)] == ["ward", f"<｜place▁holder▁no▁{last}｜>"]
+    assert len(small.encode(" the thing", add_special_tokens=False).ids) == 10
 
 
 def test_the_chat_encoder_accepts_the_tokenizer(tiny: Path) -> None:
