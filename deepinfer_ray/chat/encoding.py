@@ -42,7 +42,7 @@ from deepinfer_ray.chat.segments import (
     without_last_header,
 )
 from deepinfer_ray.chat.text import TextEncoder
-from deepinfer_ray.chat.tokens import CHAT_TOKENS, IMAGE, TASKS
+from deepinfer_ray.chat.tokens import CHAT_TOKENS, END_THINK, IMAGE, TASKS
 from deepinfer_ray.errors import ConfigError, RowError
 
 MODEL = "DeepSeek-V4.1-Flash"
@@ -56,7 +56,8 @@ class RenderedChat:
 
     parse: how the completion must be read. constraint: (kind, schema) that constrained decoding could enforce
     (`json`, `regex`, `tool_call`, `tool_call_required`), or `None`. image_sources: the library's image
-    sources, in the order of their placeholders.
+    sources, in the order of their placeholders. continues: the completion goes on with a message that the row
+    began.
     """
 
     segments: Sequence[Segment]
@@ -65,6 +66,7 @@ class RenderedChat:
     effort: Effort
     constraint: tuple[str, str] | None = None
     image_sources: tuple[Any, ...] = ()
+    continues: bool = False
 
     @property
     def text(self) -> str:
@@ -85,6 +87,7 @@ class EncodedChat:
     effort: Effort
     constraint: tuple[str, str] | None = None
     image_sources: tuple[Any, ...] = ()
+    continues: bool = False
 
     def default_max_tokens(self, context: int) -> int:
         """Completion length when neither row nor job names one; for prompts without images."""
@@ -120,6 +123,12 @@ class ChatEncoder:
         """From a checkpoint directory or a `tokenizer.json`."""
         return cls(TextEncoder.load(path), images=images)
 
+    @property
+    def end_of_reasoning(self) -> tuple[int, ...]:
+        """The token behind which the answer begins."""
+        token = self.text.control_id(END_THINK)
+        return () if token is None else (token,)
+
     def encode(self, messages: object, options: ChatOptions | None = None) -> EncodedChat:
         """Token ids of a row's messages (a list of dicts or its JSON text).
 
@@ -135,6 +144,7 @@ class ChatEncoder:
             chat.effort,
             chat.constraint,
             chat.image_sources,
+            chat.continues,
         )
 
     def render(self, messages: object, options: ChatOptions | None = None) -> RenderedChat:
@@ -159,6 +169,7 @@ class ChatEncoder:
             options.reasoning_effort,
             (constraint.kind, constraint.schema) if constraint else None,
             tuple(prompt.image_sources),
+            row.ends_with_prefix,
         )
 
     def _convert(self, row: Messages, options: ChatOptions) -> ConversationRequest:

@@ -7,7 +7,6 @@ reading alone is refused here, before a process compiles anything.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -80,8 +79,8 @@ class GrammarSpec:
         given = {name: value for name, value in asked.items() if value is not None}
         for name in given:
             if name not in KINDS and name not in OPTIONS:
-                near = difflib.get_close_matches(str(name), KINDS + OPTIONS, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(KINDS + OPTIONS)}"
+                near = nearest_name(str(name), KINDS + OPTIONS)
+                hint = f"did you mean {near!r}?" if near else f"valid: {', '.join(KINDS + OPTIONS)}"
                 raise _refused(f"the key {name!r} is unknown; {hint}")
         if given.get("json_object") is False:
             del given["json_object"]
@@ -108,7 +107,7 @@ class GrammarSpec:
 def _json(value: Any, limits: GrammarLimits) -> tuple[str, str]:
     if isinstance(value, str):
         _check_size(value, limits)
-        value = parse(value, "json")
+        value = parse(value, "structured_outputs.json")
     return "json", _dump(normalise(value, limits.max_nesting))
 
 
@@ -140,7 +139,7 @@ def _choice(value: Any, limits: GrammarLimits) -> tuple[str, str]:
 def _structural_tag(value: Any, limits: GrammarLimits) -> tuple[str, str]:
     if isinstance(value, str):
         _check_size(value, limits)
-        value = parse(value, "structural_tag")
+        value = parse(value, "structured_outputs.structural_tag")
     if not isinstance(value, Mapping) or value.keys() != {"type", "format"}:
         raise _refused("structural_tag: an object of 'type' and 'format' is needed")
     if value["type"] != "structural_tag":

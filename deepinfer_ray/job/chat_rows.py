@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from deepinfer_ray.chat.constraint import structured_outputs
 from deepinfer_ray.chat.encoding import ChatEncoder, EncodedChat
 from deepinfer_ray.chat.options import ChatOptions
 from deepinfer_ray.errors import RowError
@@ -22,7 +23,8 @@ from deepinfer_ray.job.prompts import Ask, Asked, RowSize, own_sampling, split
 CHAT_NAMES = frozenset(ChatOptions.model_fields)
 """Names in a sampling struct that are chat options."""
 
-_UNCONSTRAINED = frozenset({None, "text", "json_object"})
+_REASONS = ("thinking", "reasoning_continuation")
+"""Where a completion starts that reasons before it answers."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,6 @@ def chat_asked(
 ) -> Asked:
     """What messages with options of their own ask for. Codes: bad_messages, bad_image, bad_schema."""
     options = ChatOptions.of_row({**rules.options, **own})
-    _refuse_constraint(options)
     chat = encoder.encode(messages, options)
     return Asked(
         chat.token_ids,
@@ -96,6 +97,8 @@ def chat_asked(
         _api_sampling(sampling, chat.thinking, rules.top_p) if rules.api_sampling else dict(sampling),
         chat.parse,
         chat.default_max_tokens(rules.context),
+        structured_outputs(chat, options),
+        encoder.end_of_reasoning if chat.parse.start in _REASONS else (),
     )
 
 
@@ -104,23 +107,6 @@ def _own(table: pa.Table, column: str | None, read: Callable[[Any, str], Any]) -
         return lambda row: None
     raw_of = values.getter(table[column])
     return lambda row: read(raw_of(row), column)
-
-
-def _refuse_constraint(options: ChatOptions) -> None:
-    """Formats that only constrained decoding can promise; JSON as such is asked for in the prompt."""
-    kind = (options.response_format or {}).get("type")
-    if isinstance(kind, str) and kind not in _UNCONSTRAINED:
-        raise RowError(
-            "bad_schema",
-            f"this version does not constrain completions, so it cannot promise response_format {kind!r}; "
-            "use json_object, which asks for JSON in the prompt, or leave it out",
-        )
-    if options.active_tools and options.tool_choice not in ("auto", "none"):
-        raise RowError(
-            "bad_schema",
-            "this version does not constrain completions, so it cannot force a tool call; use "
-            "tool_choice auto",
-        )
 
 
 def _api_sampling(sampling: Mapping[str, Any], thinking: bool, top_p: float) -> dict[str, Any]:

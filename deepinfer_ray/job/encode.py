@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from deepinfer_ray.chat.options import ParseOptions
+from deepinfer_ray.engine.grammar_spec import GrammarLimits, GrammarSpec
+from deepinfer_ray.engine.json_schema import parse
 from deepinfer_ray.engine.request import SamplingParams, as_token_ids, completion_seed
 from deepinfer_ray.errors import RowError
 from deepinfer_ray.job import values
 from deepinfer_ray.job.ids import id_strings
 from deepinfer_ray.job.prompts import Ask, Asked, PromptKind
-
-_NO_GRAMMARS = "this version does not constrain completions; leave {} out"
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class RowRules:
     seed: int = 0
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    grammars: GrammarLimits = field(default_factory=GrammarLimits)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +70,8 @@ class RowNames(Protocol):
 class Encoder:
     """Encodes the rows of a part, one at a time and in order.
 
-    id_column: unique ids of rows; without it a row is named after its place. schema_column: what a completion
-    must match, which this version refuses row by row.
+    id_column: unique ids of rows; without it a row is named after its place. schema_column: JSON schemas
+    that completions must match, null = no constraint.
     """
 
     def __init__(
@@ -105,9 +106,8 @@ class Encoder:
     def _row(self, row_id: str, row: int, ask: Ask, schema_of: values.Getter | None) -> EncodedRow:
         encoded = EncodedRow(row_id)
         try:
-            if schema_of is not None and schema_of(row) is not None:
-                raise RowError("bad_schema", _NO_GRAMMARS.format(f"column {self._schema_column}"))
             asked = ask(row)
+            self._constrain(asked, schema_of(row) if schema_of is not None else None)
             prompt = self._prompt(asked, encoded)
             params = self._params(asked)
             seeds = tuple(
@@ -141,6 +141,29 @@ class Encoder:
         limit = self.rules.max_prompt
         return max(1, limit - min(self.rules.sampling.get("max_tokens") or limit, limit // 2))
 
+    def _constrain(self, asked: Asked, schema: Any) -> None:
+        """The row's one constraint, checked, among its sampling parameters."""
+        name = f"column {self._schema_column}"
+        wishes = {
+            name: None if schema is None else {"json": _schema(schema, str(self._schema_column))},
+            "structured_outputs": asked.sampling.pop("structured_outputs", None),
+            "response_format or tools": asked.constraint,
+        }
+        given = [wish for wish in wishes if wishes[wish] is not None]
+        if not given:
+            return
+        if len(given) > 1:
+            raise RowError("bad_schema", f"{' and '.join(given)} both constrain this row; give one of them")
+        constraint = wishes[given[0]]
+        if isinstance(constraint, str):
+            constraint = parse(constraint, given[0])
+        if not isinstance(constraint, Mapping):
+            raise RowError("bad_schema", f"{given[0]} must be an object, not {type(constraint).__name__}")
+        if asked.begins_after and "trigger_token_ids" not in constraint:
+            constraint = {**constraint, "trigger_token_ids": list(asked.begins_after)}
+        GrammarSpec.of(constraint, self.rules.grammars)
+        asked.sampling["structured_outputs"] = constraint
+
     def _params(self, asked: Asked) -> SamplingParams:
         own = {name: value for name, value in asked.sampling.items() if value is not None}
         default = {} if asked.max_tokens is None else {"max_tokens": asked.max_tokens}
@@ -152,7 +175,13 @@ class Encoder:
                 "bad_sampling_params",
                 f"n is set for the whole job (--n {self.rules.n}), a row cannot change it",
             )
-        params = SamplingParams.of_row({**default, **self.rules.sampling, **own})
-        if params.structured_outputs is not None:
-            raise RowError("bad_schema", _NO_GRAMMARS.format("structured_outputs"))
-        return params
+        return SamplingParams.of_row({**default, **self.rules.sampling, **own})
+
+
+def _schema(raw: Any, column: str) -> Any:
+    """A JSON schema: its text as it is, or the structure that a column holds."""
+    return (
+        raw.decode(errors="replace")
+        if isinstance(raw, bytes)
+        else values.structure(raw, column, "bad_schema")
+    )

@@ -18,6 +18,7 @@ from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
 from deepinfer_ray.engine.defaults import GenerationDefaults
+from deepinfer_ray.engine.grammar_spec import GrammarLimits
 from deepinfer_ray.errors import ConfigError, RowError
 from deepinfer_ray.job.chat_rows import ChatPrompts, ChatRules
 from deepinfer_ray.job.columns import Columns
@@ -160,6 +161,7 @@ def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
         seed=job.sampling.seed,
         n=job.sampling.n,
         sampling=sampling,
+        grammars=GrammarLimits(engine.structured.max_schema_bytes, engine.structured.max_nesting),
     )
     chat = ChatRules(
         engine.max_model_len, _chat_options(job), job.chat.api_sampling, sampling.get("top_p", 1.0)

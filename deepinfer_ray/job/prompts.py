@@ -24,7 +24,9 @@ class Asked:
 
     ids: [prompt_tokens], any integer type. shortened: the prompt with at most so many tokens, newest first.
     sampling: the row's own parameters by name. parse: how the completion is read; None = it stays text.
-    max_tokens: default when neither row nor job names one; None = the job's.
+    max_tokens: default when neither row nor job names one; None = the job's. constraint: what the row's
+    options promise of the completion, as `structured_outputs`. begins_after: a constraint holds only from
+    behind these tokens on, the end of the reasoning.
     """
 
     ids: np.ndarray
@@ -32,6 +34,8 @@ class Asked:
     sampling: dict[str, Any] = field(default_factory=dict)
     parse: ParseOptions | None = None
     max_tokens: int | None = None
+    constraint: dict[str, Any] | None = None
+    begins_after: tuple[int, ...] = ()
 
     def __repr__(self) -> str:  # never the prompt itself
         return f"Asked({len(self.ids)} tokens)"

@@ -181,9 +181,10 @@ SAMPLING = [
     ({"temperature": -1.0}, "temperature: Input should be greater than or equal to 0"),
     ({"temperature": math.nan}, "temperature: Input should be a finite number"),
     ({"top_k": 0}, "top_k is 0, which keeps no token"),
-    ({"temprature": 1.0}, "temprature: Extra inputs are not permitted"),
+    ({"temprature": 1.0}, "unknown parameter 'temprature'; did you mean 'temperature'?"),
     ({"n": 2}, "n is set for the whole job (--n 1), a row cannot change it"),
-    ({"structured_outputs": {"json": "{}"}}, "does not constrain completions"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": "[]"}, "structured_outputs must be an object, not list"),
 ]
 
 

@@ -138,8 +138,14 @@ def user(content):
 
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
-SCHEMA = json.dumps({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}})
-FORCED = {"t": json.dumps([TOOL]), "c": '{"thinking": false, "tool_choice": "required"}'}
+NOT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "not": {}}}}
+SCHEMA = json.dumps({"response_format": NOT})
+MAIL = {"type": "object", "properties": {"a": {"type": "string", "format": "email"}}, "required": ["a"]}
+STRICT = {"name": "f", "parameters": {**MAIL, "additionalProperties": False}, "strict": True}
+FORCED = {
+    "t": json.dumps([{"type": "function", "function": STRICT}]),
+    "c": '{"thinking": false, "tool_choice": "required"}',
+}
 USR = '[{"role": "usr", "content": "x"}]'
 EFFORT = "reasoning_effort: must be an integer from 1 to 100"
 BAD = [
@@ -153,10 +159,11 @@ BAD = [
     ({"messages": user("\ud800")}, "bad_messages", "lone surrogate"),
     ({"c": '{"thinkin": true}'}, "bad_messages", "unknown chat option 'thinkin'; did you mean 'thinking'?"),
     ({"c": '{"reasoning_effort": 101}'}, "bad_messages", EFFORT),
-    ({"s": '{"temprature": 1}'}, "bad_sampling_params", "temprature: Extra inputs are not permitted"),
+    ({"s": '{"temprature": 1}'}, "bad_sampling_params", "unknown parameter 'temprature'; did you mean 'temperature'?"),
     ({"s": '{"temperature": NaN}'}, "bad_sampling_params", "temperature: Input should be a finite number"),
-    ({"c": SCHEMA}, "bad_schema", "cannot promise response_format 'json_schema'"),
-    (FORCED, "bad_schema", "cannot force a tool call"),
+    ({"c": SCHEMA}, "bad_schema", "the keyword 'not' is not supported"),
+    (FORCED, "bad_schema", "tool 'f', parameter 'a': 'format' is not supported for text arguments"),
+    ({"s": '{"structured_outputs": {"jsn": 1}}'}, "bad_schema", "'jsn' is unknown; did you mean 'json'?"),
     ({"t": '"f"'}, "bad_messages", "tools"),
     ({"t": "[1]"}, "bad_messages", "tools"),
 ]

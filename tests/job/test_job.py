@@ -222,15 +222,6 @@ def test_an_image_column_is_refused(job, write_rows, tmp_path):
         job(input=path, image_column="x")
 
 
-def test_rows_with_a_schema_are_errors(job, write_rows, read_output, tmp_path):
-    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a", "b"], "s": ['{"type": "object"}', None]})
-    job(input=path, schema_column="s")
-    first, second = read_output(tmp_path / "out")
-    assert first["error_code"] == "bad_schema"
-    assert first["error"] == "this version does not constrain completions; leave column s out"
-    assert second["error_code"] is None
-
-
 def test_too_many_errors_stop_the_job(job, write_rows, tmp_path):
     prompts = [None if i % 4 == 0 else f"p{i}" for i in range(2000)]
     path = write_rows(tmp_path / "in.parquet", {"prompt": prompts})

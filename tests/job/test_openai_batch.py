@@ -114,6 +114,7 @@ def test_parameters_of_a_body(batch):
     assert fourth.max_tokens == 256 - len(batch.items[3].prompt)  # what the context leaves
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "not": {}}}}
 BAD = [
     ("{", "wrong_type", "line 1 is no JSON"),
     ("[]", "wrong_type", "line 1 holds list, a row is a JSON object"),
@@ -133,8 +134,8 @@ BAD = [
     (request("r", messages=[]), "bad_messages", "the list is empty"),
     (request("r", messages=None), "null_prompt", "the body has no messages"),
     (request("r", chat_template_kwargs={"thinkin": 1}), "bad_messages", "unknown chat option 'thinkin'"),
-    (request("r", response_format={"type": "json_schema", "json_schema": {}}), "bad_schema", "json_schema"),
-    (request("r", structured_outputs={"json": {}}), "bad_schema", "does not constrain completions"),
+    (request("r", response_format=FORMAT), "bad_schema", "the keyword 'not' is not supported"),
+    (request("r", structured_outputs={"json": {"not": {}}}), "bad_schema", "the keyword 'not'"),
     (request("r", TEXT), "null_prompt", "the body has no prompt"),
     (request("r", TEXT, prompt=""), "empty_prompt", "empty string"),
     (request("r", TEXT, prompt=["a", "b"]), "wrong_type", "has 2 prompts; give each a line of its own"),
