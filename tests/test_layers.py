@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "svg": set(),
     "config": LEAVES | {"config"},
     "toy": LEAVES | {"toy"},
-    "chat": LEAVES | {"chat"},
+    "chat": LEAVES | {"config", "chat"},
     "kernels": LEAVES | {"kernels"},
     "ops": OPS,
     "cache": OPS | {"cache"},

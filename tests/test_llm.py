@@ -99,6 +99,10 @@ def test_parameters_one_each_mappings_and_lengths(llm: LLM) -> None:
         llm.generate()
     with pytest.raises(ValueError, match="temperature"):
         llm.generate("a", {"temperature": -1})
+    with pytest.raises(ValueError, match="^unknown parameter 'max_token'; did you mean 'max_tokens'"):
+        llm.generate("a", {"max_token": 3})
+    with pytest.raises(ValueError, match="unknown parameter 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=0.0)
     assert llm.generate([]) == []
 
 

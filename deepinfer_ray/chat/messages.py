@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from deepinfer_ray.chat.options import nearest_name
 from deepinfer_ray.chat.tokens import IMAGE, TASKS
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.errors import RowError
 
 ROLES = ("system", "user", "assistant", "tool", "latest_reminder", "developer")

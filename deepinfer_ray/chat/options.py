@@ -6,14 +6,14 @@ Does not know: messages, tokens.
 
 from __future__ import annotations
 
-import difflib
 import json
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.errors import RowError
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -119,12 +119,6 @@ class ParseOptions(BaseModel):
     def of_row(cls, values: Mapping[str, Any]) -> Self:
         """As `ChatOptions.of_row`."""
         return _build(cls, values, "parse option")
-
-
-def nearest_name(name: str, valid: Collection[str], cutoff: float = 0.6) -> str | None:
-    """The valid name most like `name`, if any is close."""
-    matches = difflib.get_close_matches(name, sorted(valid), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
 
 
 def _build(kind: type[Options], values: Mapping[str, Any], noun: str) -> Options:

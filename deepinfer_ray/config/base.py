@@ -5,7 +5,6 @@ Knows: how pydantic's complaints become one line for a person. Does not know: an
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from types import UnionType
@@ -13,6 +12,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.errors import ConfigError
 
 
@@ -58,12 +58,11 @@ def nearest(cls: type[BaseModel], path: str) -> str:
     leaves = list(field_paths(cls))
     blocks = {known.rsplit(".", depth)[0] for known in leaves for depth in range(1, known.count(".") + 1)}
     peers = [name for name in {*leaves, *blocks} if name.count(".") == path.count(".")]
-    near = difflib.get_close_matches(path, sorted(peers), n=1, cutoff=0.6)
-    if not near:  # the right option in the wrong block
+    near = nearest_name(path, peers)
+    if near is None:  # the right option in the wrong block
         by_name = {known.rsplit(".", 1)[-1]: known for known in reversed(leaves)}
-        name = path.rsplit(".", 1)[-1]
-        near = [by_name[match] for match in difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.6)]
-    return f"; did you mean '{near[0]}'?" if near else ""
+        near = by_name.get(nearest_name(path.rsplit(".", 1)[-1], by_name) or "")
+    return f"; did you mean '{near}'?" if near else ""
 
 
 def validation_to_config_error(

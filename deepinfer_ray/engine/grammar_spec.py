@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.engine.json_schema import normalise, parse
 from deepinfer_ray.engine.regex_check import check_regex
 from deepinfer_ray.errors import RowError

@@ -14,12 +14,12 @@ error that names its place. What is produced may be narrower than the schema, ne
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.engine import schema_values as values
 from deepinfer_ray.engine.regex_check import check_regex
 from deepinfer_ray.engine.schema_values import refused
@@ -139,8 +139,8 @@ class _Normaliser:
             if name in _ROOT_ONLY and not root:
                 raise refused(where, f"{name!r} is supported at the root only")
             if name not in _KNOWN:
-                near = difflib.get_close_matches(str(name), sorted(_KNOWN), n=1, cutoff=0.75)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                near = nearest_name(str(name), _KNOWN, cutoff=0.75)
+                hint = f"; did you mean {near!r}?" if near else ""
                 raise refused(where, f"the keyword {name!r} is not supported{hint}")
 
     def _whole(self, name: str, given: dict[str, Any], where: str, depth: int) -> Schema:

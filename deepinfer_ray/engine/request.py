@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.errors import RowError
 
 GREEDY_TEMPERATURE = 1e-5
@@ -63,6 +64,16 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(1.0, gt=0.0, le=2.0)
     logit_bias: Mapping[int, float] | None = None
     structured_outputs: Mapping[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, values: object) -> object:
+        for name in values if isinstance(values, Mapping) else ():
+            if name not in cls.model_fields and name != "seq_seed":
+                nearest = nearest_name(str(name), cls.model_fields)
+                hint = f"; did you mean {nearest!r}?" if nearest else ""
+                raise ValueError(f"unknown parameter {name!r}{hint}")
+        return values
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -113,7 +124,8 @@ def describe_validation(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(
-        f"{'.'.join(map(str, problem['loc'])) or 'value'}: {problem['msg'].removeprefix('Value error, ')}"
+        (".".join(map(str, problem["loc"])) + ": ").removeprefix(": ")
+        + problem["msg"].removeprefix("Value error, ")
         + ("" if isinstance(problem["input"], dict) else f" (got {problem['input']!r})")
         for problem in error.errors()
     )

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from deepinfer_ray.chat.encoding import ChatEncoder
-from deepinfer_ray.chat.options import nearest_name
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.errors import RowError
 from deepinfer_ray.job import jsonl, values
