@@ -71,6 +71,24 @@ def test_drafts_equal_golden(harness, kind, run):
             assert harness.relative_errors(streams, tensors[f"{prefix}_h"][t]).max() <= TOLERANCE, t
 
 
+@pytest.mark.parametrize("mode", ["mask", "compact"])
+@pytest.mark.parametrize(("kind", "keep"), [("tinyB", 16), ("tinyB", 20), ("tinyA", 128)])
+def test_drafts_behind_a_bounded_replay_equal_golden(harness, kind, keep, mode):
+    """Features exist for the kept rows only, and are enough for the drafter's window."""
+    tensors = harness.expected(kind, "exact")
+    model = load(harness.root, kind)
+    driver = harness.Driver(model, token_map=harness.expected_map(kind), num_drafts=DRAFTS)
+    ids, length = tensors["input_ids"].numpy(), int(tensors["prompt_len"])
+    sequence = driver.add(ids)
+    driver.step([sequence], [length], prefill=True, replay=(mode, keep, [length]))
+    for t, want_ids in enumerate(tensors[f"bounded{keep}.decode.draft_ids"].tolist()):
+        driver.decode([sequence])
+        got_ids, _, confidences = draft(model, driver, sequence, int(ids[length + t + 1]))
+        assert got_ids == want_ids, t
+        want = tensors[f"bounded{keep}.decode.draft_conf"][t]
+        assert (confidences - want).abs().max() <= TOLERANCE * max(1.0, float(want.abs().max())), t
+
+
 @pytest.mark.parametrize("mode", ["exact", "released"])
 def test_chunked_prompts_and_rejected_rows_leave_the_same_drafts(harness, mode):
     """Context keys come from every row of every step, rejected ones are overwritten in time."""
