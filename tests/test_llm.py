@@ -111,8 +111,8 @@ def test_options_are_checked_before_anything_is_loaded() -> None:
         LLM(TINY, max_seq=4)
     with pytest.raises(ConfigError, match="max_position_embeddings = 256"):
         LLM(TINY, max_model_len=512)
-    with pytest.raises(ConfigError, match="runs no drafter"):
-        LLM(TINY, num_drafts=3)
+    with pytest.raises(ConfigError, match="num_drafts = 128"):
+        LLM(TINY, num_drafts=128)
     with pytest.raises(ConfigError, match="holds no blocks"):
         LLM(TINY, device="cpu", cache={"cpu_budget_bytes": 1000})
     with pytest.raises(ConfigError, match=r"0\.8 of 2 cache blocks"):
