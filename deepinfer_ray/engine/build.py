@@ -34,6 +34,7 @@ from deepinfer_ray.model.moe import MoE
 from deepinfer_ray.model.v41 import TextModel
 from deepinfer_ray.model.weights import load_text_model
 from deepinfer_ray.ops.numerics import Numerics
+from deepinfer_ray.parallel import deep_ep
 from deepinfer_ray.parallel.channel import Channel
 from deepinfer_ray.parallel.groups import ProcessGroups
 from deepinfer_ray.parallel.rebalance import Rebalancer, Trigger
@@ -159,7 +160,7 @@ def build_rank(
             drafter=drafter,
             backend="cpu",
             device=parts.device,
-            ranks=groups.for_model(parts.config.eplb.extra_experts),
+            ranks=groups.for_model(parts.config.eplb.extra_experts, deep_ep_buffer(parts, groups)),
         )
     capacity = capacity_of(parts)
     # A driver's block and slot numbers are its followers' too, and votes compare like with like: the rank
@@ -190,6 +191,34 @@ def build_rank(
         timeline=timeline,
         rank=rank,
         ranks=ranks,
+    )
+
+
+def deep_ep_buffer(parts: RankParts, groups: ProcessGroups) -> deep_ep.DeepEPBuffer | None:
+    """The process's buffer if DeepEP carries expert rows here; collective. All ranks use it or none does.
+
+    `ConfigError` if `moe.transport` asks for it and some rank cannot.
+    """
+    wanted, text = parts.config.moe.transport, parts.model_config.text
+    if groups.ep.size == 1 or wanted == "torch" or parts.numerics.exact:
+        return None
+    package = deep_ep.find(parts.device)
+    if not groups.gang.minimum(int(package is not None)):
+        if wanted == "deep_ep":
+            raise ConfigError(
+                "moe.transport is deep_ep, but not every rank of the gang has deep_ep >= 2.5 and a CUDA "
+                "device from Hopper on; install it everywhere or set moe.transport = torch"
+            )
+        return None
+    ranks = groups.for_model(parts.config.eplb.extra_experts)
+    return deep_ep.DeepEPBuffer.create(
+        package,
+        getattr(groups.ep, "group", None),
+        max_rows=deep_ep.buffer_rows(parts.config.max_batched_tokens),
+        hidden=text.hidden_size,
+        top_k=text.num_experts_per_tok,
+        physical=ranks.placement(1, text.n_routed_experts).num_physical,
+        comm_sms=parts.config.moe.comm_sms,
     )
 
 

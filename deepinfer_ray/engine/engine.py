@@ -271,6 +271,8 @@ class Engine:
             if self.ranks is not None:
                 assert self.loop.last_plan is not None
                 self.ranks.after_step(self.loop.last_plan.is_prompt)
+                if (load := self.ranks.take_load()) is not None:
+                    self._stats.record_expert_balance(load.most, load.mean)
             goes_on = self._lockstep or self.scheduler.has_unfinished or self.loop.has_in_flight
             self.profiler.after_step(goes_on)
             self._record(started, goes_on)
@@ -331,6 +333,7 @@ class Engine:
             "prefixes_kept": len(prefixes),
             "prefix_hits": prefixes.num_hits,
             "prefixes_evicted": prefixes.num_evicted,
+            **({} if self.ranks is None else self.ranks.stats()),
             **hooks.build_extra_metrics_log(),
         }
 

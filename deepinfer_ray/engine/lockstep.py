@@ -23,6 +23,7 @@ from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.errors import RankFailure
 from deepinfer_ray.parallel.channel import Channel
 from deepinfer_ray.parallel.groups import ProcessGroups
+from deepinfer_ray.parallel.load_window import LoadBalance
 from deepinfer_ray.parallel.rebalance import Rebalancer
 
 END_OF_TURN = "end of turn"
@@ -58,12 +59,21 @@ class Lockstep:
         self._end_turn(is_prefill)
         self.balance(is_prefill)
 
+    def take_load(self) -> LoadBalance | None:
+        """What the expert group gathered since the last call, if it did."""
+        load = None if self.rebalancer is None else self.rebalancer.take_load()
+        return load if load is not None and load.mean else None
+
     def balance(self, is_prefill: bool) -> None:
         """Statistics and, at its time, a rebalance; by drivers and followers alike."""
         if self.rebalancer is not None:
             self.part = "balancing experts"
             self.rebalancer.after_step(is_prefill)
             self.part = ""
+
+    def stats(self) -> dict[str, int]:
+        """JSON-able numbers of this rank's gang."""
+        return {"rebalances": 0 if self.rebalancer is None else self.rebalancer.rebalances}
 
     def _end_turn(self, is_prefill: bool | None) -> None:
         if self.channel is not None:

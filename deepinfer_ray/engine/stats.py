@@ -170,6 +170,12 @@ class EngineStats:
         """Tokens that each rank's experts computed in a step, [ranks]; ranks that share experts report it."""
         self._loads.append((float(tokens_per_rank.max()), float(tokens_per_rank.mean())))
 
+    def record_expert_balance(self, most: float, mean: float) -> None:
+        """Sums of the busiest rank's and of the mean rank's tokens over the last `load_window` steps; they
+        replace what was known."""
+        self._loads.clear()
+        self._loads.append((most, mean))
+
     # -- pictures ---------------------------------------------------------------------------------------
 
     def capture(self, scheduler: Scheduler) -> Capture:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from deepinfer_ray.errors import RankFailure
+from deepinfer_ray.parallel.deep_ep import DeepEPBuffer
 from deepinfer_ray.parallel.grid import RankGrid, RankPlace
 from deepinfer_ray.parallel.model_ranks import ModelRanks
 from deepinfer_ray.parallel.rank_group import RankGroup, SingleRank, TorchGroup
@@ -113,9 +114,9 @@ class ProcessGroups:
             ) from error
         return cls(grid, rank, cp=cp, ep=ep, engram=engram, gang=gang, votes=votes)
 
-    def for_model(self, extra_experts: int = 0) -> ModelRanks:
+    def for_model(self, extra_experts: int = 0, deep_ep: DeepEPBuffer | None = None) -> ModelRanks:
         """What the model needs of these groups."""
-        return ModelRanks(self.ep, self.engram, self.cp, extra_experts)
+        return ModelRanks(self.ep, self.engram, self.cp, extra_experts, deep_ep)
 
     def check_alike(self, settings: str) -> None:
         """`RankFailure` on every rank unless all were given the same settings; collective."""

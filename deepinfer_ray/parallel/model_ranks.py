@@ -7,15 +7,13 @@ weights, schedulers, where the groups come from.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.parallel.all_to_all import AllToAllExchange, RowFormat
+from deepinfer_ray.parallel.deep_ep import DeepEPBuffer, DeepEPExchange
 from deepinfer_ray.parallel.expert_exchange import ExpertExchange, LocalExchange
 from deepinfer_ray.parallel.expert_map import ExpertMap
 from deepinfer_ray.parallel.rank_group import RankGroup, SingleRank
-
-Transport = Literal["auto", "torch", "deep_ep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +21,14 @@ class ModelRanks:
     """The groups of a rank. ep: shares the experts. engram: shares the tables. cp: shares prefill rows.
 
     extra_experts: redundant slots that are asked for (rounded up so that slots divide over the ranks).
+    deep_ep: the process's buffer where DeepEP carries expert rows.
     """
 
     ep: RankGroup = field(default_factory=SingleRank)
     engram: RankGroup = field(default_factory=SingleRank)
     cp: RankGroup = field(default_factory=SingleRank)
     extra_experts: int = 0
+    deep_ep: DeepEPBuffer | None = None
 
     def placement(self, num_layers: int, num_experts: int) -> ExpertMap:
         """Where the experts of equally laid out layers lie at the start."""
@@ -40,6 +40,8 @@ class ModelRanks:
         """The transport of one layer with `num_local` slots a rank."""
         if self.ep.size == 1:
             return LocalExchange(num_local)
+        if self.deep_ep is not None and row_format == "fp8":
+            return DeepEPExchange(self.deep_ep, self.ep.size, num_local)
         return AllToAllExchange(self.ep, num_local, row_format)
 
 

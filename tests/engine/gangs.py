@@ -142,16 +142,20 @@ def work(case: Case, groups: ProcessGroups, rank: int) -> dict[str, Any]:
     place, grid = groups.place, groups.grid
     requests = case.share(place.engine, grid.num_engines) if place.is_driver else []
     answers = run_engine(engine, requests)
-    assert engine.ranks is not None
-    rebalancer = engine.ranks.rebalancer
-    engine.ranks.leaving = True
-    while not engine.ranks.left:
-        engine.step()
+    rebalancer = None
+    if engine.ranks is None:  # a gang of one
+        groups.close()
+    else:
+        rebalancer = engine.ranks.rebalancer
+        engine.ranks.leaving = True
+        while not engine.ranks.left:
+            engine.step()
     engine.close()
     return {
         "answers": answers,
         "blocks": engine.pools.num_blocks,
         "rebalances": rebalancer.rebalances if rebalancer is not None else 0,
+        "balance": engine.pulse().get("expert_load_balance") if isinstance(engine, Engine) else None,
         "steps": engine.loop.num_steps if isinstance(engine, Engine) else engine.num_steps,
     }
 

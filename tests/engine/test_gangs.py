@@ -28,7 +28,7 @@ def _load() -> ModuleType:
 gangs = _load()
 Case = gangs.Case
 COMPACT = {"prefill": {"truncation_mode": "compact", "keep_tokens": 24}}
-FAST_EPLB = {"eplb": {"interval": 5, "window": 5, "extra_experts": 2, "verify": True}}
+FAST_EPLB = {"eplb": {"interval": 5, "window": 5, "extra_experts": 2, "stat_interval": 5, "verify": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,7 @@ def test_rebalances_during_the_run_change_no_bit() -> None:
     """Redundant experts, an interval of 5 steps; the hash of every slot is checked right after each."""
     results = check(Case((2, 1, 2, 0), options=FAST_EPLB, max_tokens=24, seed=4))
     assert all(result["rebalances"] >= 3 for result in results)
+    assert results[0]["balance"] == results[1]["balance"] > 1.0, "the statistics have the group's figure"
 
 
 @pytest.mark.parametrize("grid", [(2, 1, 2, 0), (1, 2, 2, 0)], ids=["experts", "prompts"])
