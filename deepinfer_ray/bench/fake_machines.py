@@ -86,15 +86,17 @@ class FakeMachines:
             key=lambda rank: rank.pid,
         )
 
-    def machines(self) -> list[str]:
-        """Node ids of the machines whose raylet runs."""
-        return [machine.node_id for machine in self._machines]
+    def alive(self) -> list[str]:
+        """Node ids of the machines that live for Ray."""
+        return [row["NodeID"] for row in self._state.node_table() if row["Alive"]]
 
     def kill(self, node_id: str) -> None:
         """SIGKILL to a machine's raylet."""
         machine = next(each for each in self._machines if each.node_id == node_id)
         self._machines.remove(machine)
-        os.kill(machine.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        raylet = machine.all_processes["raylet"][0].process
+        if raylet.poll() is None:
+            os.kill(raylet.pid, signal.SIGKILL)
         self._cluster.remove_node(machine, allow_graceful=False)
 
     def held(self) -> list[str]:

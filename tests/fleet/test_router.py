@@ -115,6 +115,25 @@ def test_lost_machine_puts_rows_back_in_front_unsuspected() -> None:
     assert [work.attempts for work in given] == [2, 2, 2, 1, 1, 1]
 
 
+def test_a_rank_that_will_go_away_ends_what_it_has_and_gets_nothing_new() -> None:
+    router = router_with(ranks=2, rows=3, wanted=2)
+    given = keys(router.assign())
+    router.withdraw(0)
+    router.withdraw(7)  # not up: nothing to withdraw
+    assert router.wanted() == 4 - 3 - len(given[0]) % 2
+    router.add(item(key) for key in range(10, 14))
+    assert 0 not in router.assign()
+    for key in given[0]:
+        assert router.finished(0, done(item(key))) is not None
+    router.credit(0, 2, len(given[0]))
+    assert router.assign() == {}
+    assert router.lost(0, blame_rows=False) == []
+    router.rank_up(0)
+    router.credit(0, 2, 0)
+    assert len(router.assign()[0]) == 2, "its successor is fed"
+    router.check_integrity()
+
+
 def test_suspects_run_in_halves_and_alone() -> None:
     router = router_with(ranks=2, rows=12, wanted=4)
     first = router.assign()
