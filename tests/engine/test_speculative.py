@@ -25,6 +25,7 @@ from deepinfer_ray.engine.cost_curve import CostCurve, StepCosts
 from deepinfer_ray.engine.draft_length import ScheduledLengths
 from deepinfer_ray.engine.draft_pool import DraftPool
 from deepinfer_ray.engine.engine import Engine
+from deepinfer_ray.engine.handover import PromptSender, SplitEngine
 from deepinfer_ray.engine.inputs import InFlight, repaired_positions, rows_of_lengths
 from deepinfer_ray.engine.mock import MockModel, byte_tokenizer, mock_config
 from deepinfer_ray.engine.request import Request, RequestResult, SamplingParams
@@ -71,18 +72,30 @@ class Lab:
         return cls(parts, model)
 
     def engine(
-        self, drafts: int = DRAFTS, *, num_blocks: int = 64, varlen: bool = False, **more: Any
+        self,
+        drafts: int = DRAFTS,
+        *,
+        num_blocks: int = 64,
+        varlen: bool = False,
+        hooks: Any = None,
+        **more: Any,
     ) -> Engine:
         values: dict[str, Any] = {"max_model_len": 200, "max_seqs": 8, **more}
         settings = SchedulerSettings(
             num_blocks=num_blocks, vocab_size=VOCAB, eos_token_id=EOS, num_drafts=drafts, **values
         )
         layout = CacheLayout.build(self.parts.model_config, self.parts.numerics, drafts)
-        pools = CachePools(layout, num_blocks, settings.num_state_slots)
+        pools = CachePools(layout, num_blocks, settings.num_state_slots + settings.prefix_snapshots)
         pools.poison(range(1, pools.num_slots), range(1, pools.num_blocks))
         parts = self.parts
         engine = Engine(
-            self.model, pools, parts.tokenizer, parts.config, compress=parts.compress, settings=settings
+            self.model,
+            pools,
+            parts.tokenizer,
+            parts.config,
+            compress=parts.compress,
+            settings=settings,
+            hooks=hooks,
         )
         if varlen:
             engine.loop.inputs.varlen = True
@@ -210,6 +223,41 @@ def test_logits_in_parts_change_no_bit(lab: Lab, greedy: tuple[list[Request], li
     assert engine.loop.drafting is not None
     engine.loop.drafting._part = 16
     assert bits(run(engine, requests[:16])) == without[:16]
+
+
+@pytest.mark.parametrize("zos", [False, True], ids=["plain", "overlapped"])
+def test_kept_prefixes_keep_the_drafters_rings(lab: Lab, zos: bool) -> None:
+    """Prompts with a common head start from a snapshot, drafts included: same bits, the same acceptance."""
+    random = np.random.default_rng(9)
+    head = prompt(random, 131)
+    requests = [
+        Request(
+            np.concatenate([head, prompt(random, int(random.integers(1, 30)))]),
+            SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True),
+        )
+        for _ in range(8)
+    ]
+    without = bits(run(lab.engine(0), requests))
+    plain = lab.engine(zos=zos, max_seqs=3)
+    assert bits(run(plain, requests)) == without
+    keeping = lab.engine(zos=zos, max_seqs=3, prefix_snapshots=4, prefix_min_saved_tokens=1)
+    assert bits(run(keeping, requests)) == without
+    assert keeping.stats["prefix_hits"] >= 5
+    assert keeping.stats["accepted_lengths"] == plain.stats["accepted_lengths"]
+
+
+def test_hand_over_between_engines_that_draft(lab: Lab, greedy: tuple[list[Request], list[Any]]) -> None:
+    """The rings of the draft layers go along; the first step behind it verifies placeholders."""
+    requests, without = greedy
+    engine = SplitEngine(
+        lab.engine(role="prompt", hooks=PromptSender()),
+        lab.engine(role="completion", preemption="stop", zos=True),
+    )
+    for request in requests[:16]:
+        engine.add(Request(request.prompt, request.params, request.seed))
+    results = sorted(engine.run(), key=lambda result: result.request_id)
+    assert bits(results) == without[:16]
+    assert engine.completion.stats["accepted_lengths"][2] > 0
 
 
 def test_an_engine_of_a_directory_drafts() -> None:
