@@ -17,7 +17,7 @@ import deepinfer_ray
 from deepinfer_ray import LLM, SamplingParams
 from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.request import completion_seed
-from deepinfer_ray.errors import CheckpointError, ConfigError, DeepInferError
+from deepinfer_ray.errors import ConfigError, DeepInferError
 
 TINY = Path(__file__).parent / "data" / "golden" / "tinyB"
 PROMPTS = [np.random.default_rng(5).integers(3, 500, n).tolist() for n in (40, 7, 23)]
@@ -119,8 +119,10 @@ def test_options_are_checked_before_anything_is_loaded() -> None:
         LLM(TINY, device="cpu", max_model_len=256, cache={"num_blocks_override": 2})
     with pytest.raises(ConfigError, match=r"unknown|must be"):
         LLM(TINY, device="tpu")
-    with pytest.raises((CheckpointError, ConfigError), match="no such file"):
+    with pytest.raises(ConfigError, match="no such file or directory; a checkpoint directory must hold"):
         LLM(TINY.parent / "absent")
+    with pytest.raises(ConfigError, match="give the checkpoint's directory or its config.json"):
+        LLM(next(TINY.glob("*.safetensors")))
 
 
 def test_a_closed_object_says_so() -> None:

@@ -118,7 +118,8 @@ def _print(console: Console, found: dict[str, Any]) -> None:
 
 def _print_rows(line: typing.Callable[[str], None], found: dict[str, Any]) -> None:
     line(
-        f"rows:        {found['rows']:,} in {found['files']:,} files → {found['parts']:,} parts"
+        f"rows:        {found['rows']:,} in {_counted(found['files'], 'file')} → "
+        + _counted(found["parts"], "part")
         + (f"; {found['committed_rows']:,} are committed already" if found["committed_rows"] else "")
     )
     tokens = found["prompt_tokens"]
@@ -136,6 +137,10 @@ def _print_rows(line: typing.Callable[[str], None], found: dict[str, Any]) -> No
         bar = "█" * round(bucket["rows"] / most * BAR) or ("▏" if bucket["rows"] else "")
         line(f"  {bucket['from']:>9,}–{bucket['to']:<9,} {bucket['rows']:>11,} {bar}")
     line(f"completion tokens: at most {found['max_completion_tokens']:,}")
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def _print_fit(console: Console, found: dict[str, Any]) -> None:

@@ -148,11 +148,13 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_bytes().decode("utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; a checkpoint directory must hold config.json") from None
+        what = "file or directory" if file == Path(path) else "file"
+        raise ConfigError(f"{file}: no such {what}; a checkpoint directory must hold config.json") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start})") from None
+        hint = "; give the checkpoint's directory or its config.json" if file.name != "config.json" else ""
+        raise ConfigError(f"{file}: is not UTF-8 text (byte {error.start}){hint}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: is not valid JSON: {error}") from None
     if not isinstance(data, dict):

@@ -93,8 +93,9 @@ class Columns:
         return (self.prompt,) if self.prompt else ()
 
     def check(self, file: InputFile) -> None:
-        """Raises `InputError` naming the missing column and those that are there."""
-        for name in dict.fromkeys(self.__dict__.values()):
+        """Raises `InputError` naming the missing column, those that are there and the flag for another."""
+        for kind, name in self.__dict__.items():
             if name is not None and name not in file.schema.names:
                 there = ", ".join(file.schema.names) or "none"
-                raise InputError(f"{file.name} has no column {name}; its columns are: {there}")
+                flag = "" if self.batch else f". Give another with --{kind.replace('_', '-')}-column"
+                raise InputError(f"{file.name} has no column {name}; its columns are: {there}{flag}")

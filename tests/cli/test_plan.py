@@ -175,7 +175,7 @@ def test_printed_for_people_and_for_machines(model, monkeypatch):
     shown = runner.invoke(app, [*words, "--tokens-per-second", "1000"])
     assert shown.exit_code == 0, shown.output
     for text in (
-        "rows:        48 in 1 files → 1 parts",
+        "rows:        48 in 1 file → 1 part",
         "bad rows:    0",
         "prompt tokens: ",
         "first prompt (toy-00",

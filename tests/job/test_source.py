@@ -179,7 +179,8 @@ def test_files_of_different_types_keep_their_own(job, write_rows, tmp_path):
 def test_missing_column(job, write_rows, tmp_path, flag):
     write_rows(tmp_path / "in/a.parquet", {"prompt": ["x"], "other": [1]})
     write_rows(tmp_path / "in/b.parquet", {"prompt": ["x"]})
-    with pytest.raises(InputError, match=r"b.parquet has no column other; its columns are: prompt"):
+    message = rf"b.parquet has no column other; its columns are: prompt. Give another with --{flag}"
+    with pytest.raises(InputError, match=message.replace("_", "-")):
         job(input=tmp_path / "in", **{flag: "other"})
 
 
