@@ -99,7 +99,7 @@ def test_parameters_one_each_mappings_and_lengths(llm: LLM) -> None:
         llm.generate()
     with pytest.raises(ValueError, match="temperature"):
         llm.generate("a", {"temperature": -1})
-    with pytest.raises(ValueError, match="^unknown parameter 'max_token'; did you mean 'max_tokens'"):
+    with pytest.raises(ValueError, match=r"^unknown parameter 'max_token'; did you mean 'max_tokens'"):
         llm.generate("a", {"max_token": 3})
     with pytest.raises(ValueError, match="unknown parameter 'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=0.0)
@@ -121,7 +121,7 @@ def test_options_are_checked_before_anything_is_loaded() -> None:
         LLM(TINY, device="tpu")
     with pytest.raises(ConfigError, match="no such file or directory; a checkpoint directory must hold"):
         LLM(TINY.parent / "absent")
-    with pytest.raises(ConfigError, match="give the checkpoint's directory or its config.json"):
+    with pytest.raises(ConfigError, match=r"give the checkpoint's directory or its config\.json"):
         LLM(next(TINY.glob("*.safetensors")))
 
 

@@ -159,7 +159,7 @@ BAD = [
     ({"messages": user("\ud800")}, "bad_messages", "lone surrogate"),
     ({"c": '{"thinkin": true}'}, "bad_messages", "unknown chat option 'thinkin'; did you mean 'thinking'?"),
     ({"c": '{"reasoning_effort": 101}'}, "bad_messages", EFFORT),
-    ({"s": '{"temprature": 1}'}, "bad_sampling_params", "unknown parameter 'temprature'; did you mean 'temperature'?"),
+    ({"s": '{"temprature": 1}'}, "bad_sampling_params", "'temprature'; did you mean 'temperature'?"),
     ({"s": '{"temperature": NaN}'}, "bad_sampling_params", "temperature: Input should be a finite number"),
     ({"c": SCHEMA}, "bad_schema", "the keyword 'not' is not supported"),
     (FORCED, "bad_schema", "tool 'f', parameter 'a': 'format' is not supported for text arguments"),
