@@ -11,6 +11,7 @@ step is the same in every loop. Whatever goes wrong ends that sequence alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ class StructuredOutputs:
         self._plain = ~self._words(special)
         self._keep = scheduler.settings.num_drafts + 2
         self._waiting: dict[int, tuple[Sequence, GrammarSpec, Build]] = {}
-        self._threads = options.threads
+        self._threads = min(options.threads, os.cpu_count() or 1)
         self._batch: Any = None
 
     # -- requests ---------------------------------------------------------------------------------------
