@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deepinfer_ray.cli.options import ConfigFiles, Sets
 from deepinfer_ray.errors import ConfigError
 
 BENCHES = {
@@ -52,10 +53,14 @@ def bench(
     out: Annotated[
         Path | None, typer.Option("--out", help="Also write the benchmark's plots (SVG) into this directory.")
     ] = None,
+    config: ConfigFiles = None,
+    sets: Sets = None,
 ) -> None:
     """Measure something on this machine and print the figures."""
     from deepinfer_ray.bench.machine import report
+    from deepinfer_ray.config.load import load_config
 
+    load_config(config or (), sets or ())  # checked only: a benchmark's figures stand for its own options
     if name not in BENCHES:
         known = "; ".join(f"{known} ({about})" for known, (_, about) in BENCHES.items())
         raise ConfigError(f"there is no benchmark {name!r}; choose one of: {known}")

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer_ray.cli.generate import run_generate
+from deepinfer_ray.cli.options import ConfigFiles, Sets
 
 RANKS = 2
 SMALL_PARTS = "job.rows_per_part=16"
@@ -27,10 +28,8 @@ def demo(
         Path, typer.Option("--output", help="Directory for the result parts; a second run resumes.")
     ] = Path("demo-output"),
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of a completion.")] = 32,
-    config: Annotated[list[str] | None, typer.Option("--config", help="YAML file with options.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any option: block.option=value.")
-    ] = None,
+    config: ConfigFiles = None,
+    sets: Sets = None,
 ) -> None:
     """Send the shipped prompts through a tiny random model on two ranks of a local Ray.
 
@@ -54,7 +53,7 @@ def demo(
         "--allow-changed": True,  # a newer version may make another model; the demo goes on all the same
     }
     run_generate(
-        flags, files=config or (), sets=[SMALL_PARTS, *(set_ or ())], before_summary=lambda: show(output)
+        flags, files=config or (), sets=[SMALL_PARTS, *(sets or ())], before_summary=lambda: show(output)
     )
 
 

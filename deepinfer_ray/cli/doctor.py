@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deepinfer_ray.cli.options import ConfigFiles, Sets
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,9 +35,16 @@ NO_CLUSTER_UUID = re.compile(r"^[0-]*$")
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: ConfigFiles = None,
+    sets: Sets = None,
 ) -> None:
-    """Say what this machine and the cluster of RAY_ADDRESS have, what serves each operation and why."""
-    found = diagnose()
+    """Say what this machine and the cluster of RAY_ADDRESS have, what serves each operation and why.
+
+    With runtime.backend = cpu, what would serve a run that leaves the GPUs alone.
+    """
+    from deepinfer_ray.config.load import load_config
+
+    found = diagnose(gpus=load_config(config or (), sets or ()).runtime.backend != "cpu")
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -44,14 +53,14 @@ def doctor(
         _print(Console(highlight=False), found)
 
 
-def diagnose() -> dict[str, Any]:
-    """The JSON object of `doctor`."""
+def diagnose(gpus: bool = True) -> dict[str, Any]:
+    """The JSON object of `doctor`. gpus: look for them."""
     from deepinfer_ray.ops.libraries import LIBRARIES, probe
     from deepinfer_ray.ops.registry import architecture, choose
 
     with ThreadPoolExecutor(len(LIBRARIES)) as pool:
         libraries = dict(zip(LIBRARIES, pool.map(probe, LIBRARIES.values()), strict=True))
-    devices = _gpus()
+    devices = _gpus() if gpus else []
     capability = tuple(devices[0]["capability"]) if devices else None
     arch = architecture(capability)
     choices = choose(arch, libraries)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deepinfer_ray.cli.options import ConfigFiles, Sets
 from deepinfer_ray.config.load import load_config
 from deepinfer_ray.errors import CheckpointError, ConfigError
 
@@ -22,15 +23,15 @@ def inspect(
     ] = None,
     model: Annotated[Path | None, typer.Option("--model", help="The same, as an option.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    config: Annotated[list[Path] | None, typer.Option("--config", help="YAML file with model.path.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="block.option=value")] = None,
+    config: ConfigFiles = None,
+    sets: Sets = None,
 ) -> None:
     """Coverage, sizes and fit of a checkpoint; with only a config.json, what a checkpoint must hold."""
     from deepinfer_ray.model.inspect import inspect_checkpoint  # torch: not for --help
 
+    configured = load_config(config or (), sets or ()).model.path
     given = path or model
     if given is None:
-        configured = load_config(config or (), sets or ()).model.path
         if configured is None:
             raise ConfigError(
                 "give the checkpoint: deepinfer-ray inspect DIR, or model.path in a --config file"

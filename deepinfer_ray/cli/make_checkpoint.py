@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
+from deepinfer_ray.cli.options import ConfigFiles, Sets
+
 
 def make_checkpoint(
     out: Annotated[Path, typer.Option("--out", help="New or empty directory.")],
@@ -24,9 +26,14 @@ def make_checkpoint(
     engram_rows: Annotated[
         int | None, typer.Option("--engram-rows", help="Rows of an Engram table, about.")
     ] = None,
+    config: ConfigFiles = None,
+    sets: Sets = None,
 ) -> None:
     """Write a synthetic checkpoint with its tokenizer."""
+    from deepinfer_ray.config.load import load_config
     from deepinfer_ray.model import synthetic  # torch: not for --help
+
+    load_config(config or (), sets or ())  # checked only: nothing of it decides what a checkpoint holds
 
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

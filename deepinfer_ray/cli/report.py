@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from deepinfer_ray.cli.options import ConfigFiles, Sets
 from deepinfer_ray.errors import ConfigError
 
 
@@ -17,8 +18,8 @@ def report(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures as one JSON object; writes nothing.")
     ] = False,
-    config: Annotated[list[str] | None, typer.Option("--config", help="YAML file with job.output.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="block.option=value")] = None,
+    config: ConfigFiles = None,
+    sets: Sets = None,
 ) -> None:
     """Make the report of a job anew and print its path: speed, ranks, lengths, errors, slowest rows.
 
@@ -29,7 +30,8 @@ def report(
     from deepinfer_ray.job.report_file import write_report
     from deepinfer_ray.job.store import Store
 
-    location = output or load_config(config or (), sets or ()).job.output
+    configured = load_config(config or (), sets or ()).job.output
+    location = output or configured
     if location is None:
         raise ConfigError(
             "give the output directory: deepinfer-ray report OUTPUT, or job.output in a --config file"

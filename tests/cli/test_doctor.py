@@ -87,7 +87,7 @@ def test_it_is_printed_for_people_and_machines(monkeypatch):
         ],
         "cluster": {"address": "10.0.0.1:6379", "nodes": [{**node, "cpus": 64.0, "gpus": 8.0, "labels": {}}]},
     }
-    monkeypatch.setattr(module, "diagnose", lambda: found)
+    monkeypatch.setattr(module, "diagnose", lambda gpus: found if gpus else found | {"gpus": []})
     runner = CliRunner(env={"COLUMNS": "200"})
     shown = runner.invoke(app, ["doctor"]).stdout
     for text in (
@@ -103,3 +103,5 @@ def test_it_is_printed_for_people_and_machines(monkeypatch):
     ):
         assert text in shown
     assert json.loads(runner.invoke(app, ["doctor", "--json"]).stdout) == found
+    alone = runner.invoke(app, ["doctor", "--json", "--set", "runtime.backend=cpu"])
+    assert json.loads(alone.stdout)["gpus"] == []
