@@ -33,10 +33,10 @@ from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Terminal
 from deepinfer_ray.engine.step_inputs import InputBuilder, RowMultiples
 from deepinfer_ray.engine.structured import Failures, StructuredOutputs
-from deepinfer_ray.engine.sync_guard import forbid_sync
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.engine.timers import StepTimers
 from deepinfer_ray.errors import ConfigError
+from deepinfer_ray.ops.sync_guard import forbid_sync
 
 SCORE_BYTES = 64 << 20
 """Logits of prompt rows that exist at one time when prompt log-probabilities are asked for."""

@@ -27,7 +27,7 @@ class RowShare:
     ) -> None:
         """starts: first row of each sequence and, last, the number of rows. rounded: gathered values are
         bfloat16 values (they may be float32 tensors) unless `gather` is told otherwise."""
-        self.group, self.device, self.rounded = group, device, rounded
+        self.group, self.device, self.rounded = group, torch.device(device), rounded
         self.starts = list(starts)
         self.layout: MirrorLayout | None = None
         if group.size > 1:
@@ -36,7 +36,10 @@ class RowShare:
             self._reverse = self._to_device(self.layout.reverse())
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        host = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)  # the host must not wait here
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """[M, …] this rank's rows of a tensor [T, …]; zeros (False) where padding is."""

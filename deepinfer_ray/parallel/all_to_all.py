@@ -13,14 +13,13 @@ Shape letters: T own rows, R received rows, S sent rows, P (row, slot) pairs, k 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
 
 from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.ops.formats import FP8_GROUP, dequant_fp8_groups, quantize_fp8_groups
+from deepinfer_ray.ops.sync_guard import allow_sync
 from deepinfer_ray.parallel.expert_exchange import Received
 from deepinfer_ray.parallel.rank_group import RankGroup
 
@@ -54,7 +53,7 @@ class AllToAllExchange:
         ranks, n, k = self.group.size, self.num_local_experts, experts_Tk.shape[1]
         owner_Tk = torch.where(experts_Tk < 0, -1, experts_Tk.div(n, rounding_mode="floor"))
         hit_ETk = owner_Tk.unsqueeze(0) == torch.arange(ranks, device=owner_Tk.device).view(-1, 1, 1)
-        with host_may_wait(x_TD):
+        with allow_sync():  # sizes of messages stand on the device
             rank_S, row_S = hit_ETk.any(-1).nonzero(as_tuple=True)
             pair_rank, pair_row, pair_slot = hit_ETk.nonzero(as_tuple=True)
             counts_E2 = torch.stack((_counts(rank_S, ranks), _counts(pair_rank, ranks)), 1).cpu()
@@ -87,7 +86,7 @@ class AllToAllExchange:
         """See `ExpertExchange`; collective, one call."""
         home: _Home = received.handle
         k, width = out_RkD.shape[1], out_RkD.shape[2]
-        with host_may_wait(out_RkD):
+        with allow_sync():
             done_PD = out_RkD[received.experts >= 0]
         if self.row_format == "fp8":
             done_PD = done_PD.to(torch.bfloat16)  # rounded already, so this loses nothing
@@ -120,17 +119,3 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def _own(columns: torch.Tensor) -> torch.Tensor:
     """A copy: a slice of a message may start where no wider number may."""
     return columns.clone(memory_format=torch.contiguous_format)
-
-
-@contextmanager
-def host_may_wait(tensor: torch.Tensor) -> Iterator[None]:
-    """Sizes of messages stand on the device: here the host must read them, whatever forbids it elsewhere."""
-    if tensor.device.type != "cuda":
-        yield
-        return
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(0)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from deepinfer_ray.ops.formats import FP8_GROUP, dequant_fp8_groups
-from deepinfer_ray.parallel.all_to_all import host_may_wait
+from deepinfer_ray.ops.sync_guard import allow_sync
 from deepinfer_ray.parallel.engram_store import padded_rows
 from deepinfer_ray.parallel.rank_group import RankGroup
 
@@ -39,7 +39,7 @@ class ShardedEngramStore:
         """float32 [E, T, c·w] on the device of `rows_ETc`; zeros where the id is -1. Three collectives."""
         layers, tokens, columns = rows_ETc.shape
         ranks = self.group.size
-        with host_may_wait(rows_ETc):
+        with allow_sync():
             wanted = rows_ETc.cpu()
         shares = torch.tensor(self.shares).view(-1, 1, 1)
         # One number for (owner, layer, row of its shard); a row that is wanted twice travels once.
@@ -58,7 +58,8 @@ class ShardedEngramStore:
         values_Uw = dequant_fp8_groups(codes.contiguous(), scales.contiguous())
         out = values_Uw.new_zeros(layers, tokens, columns, self.width)
         out[known] = values_Uw[place]
-        return out.view(layers, tokens, columns * self.width).to(rows_ETc.device)
+        with allow_sync():
+            return out.view(layers, tokens, columns * self.width).to(rows_ETc.device)
 
     def _take(self, asked: torch.Tensor, stride: int) -> torch.Tensor:
         """uint8 [rows, w + w/32]: stored bytes of (layer · stride + row) numbers."""

@@ -1,13 +1,14 @@
 """Gangs for tests: the same requests on one rank, on ranks that are threads, and on gloo processes.
 
-Imported by the tests, and run as a script that is one gloo rank:
-gangs.py RANK PORT CASE_FILE OUT_FILE
+Imported by the tests; as a script one rank on its own GPU over NCCL, or with rank -1 all requests on one:
+gangs.py RANK PORT OUT_FILE GRID NUMERICS        GRID e.g. 2,1,2,0
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from deepinfer_ray.engine.request import Request, SamplingParams
 from deepinfer_ray.parallel.grid import RankGrid
 from deepinfer_ray.parallel.groups import ProcessGroups, Store
 from deepinfer_ray.parallel.rank_group import RankGroup, SingleRank, ThreadGroup
+from deepinfer_ray.parallel.rendezvous import Rendezvous
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 BASE = {
@@ -124,9 +126,9 @@ def run_engine(engine: Any, requests: list[Request]) -> dict[str, Answer]:
     return answers
 
 
-def alone(case: Case) -> dict[str, Answer]:
+def alone(case: Case, device: str = "cpu") -> dict[str, Answer]:
     """All requests on one rank without any group."""
-    engine = build_engine(GOLDEN / case.model, case.single(), "cpu")
+    engine = build_engine(GOLDEN / case.model, case.single(), device)
     answers: dict[str, Answer] = {}
     for request in case.requests():
         engine.add(request)
@@ -136,9 +138,9 @@ def alone(case: Case) -> dict[str, Answer]:
     return answers
 
 
-def work(case: Case, groups: ProcessGroups, rank: int) -> dict[str, Any]:
+def work(case: Case, groups: ProcessGroups, rank: int, device: str = "cpu") -> dict[str, Any]:
     """One rank of a gang: its answers and what else a test may want to see."""
-    engine = build_rank(GOLDEN / case.model, case.config(), "cpu", groups, rank=rank)
+    engine = build_rank(GOLDEN / case.model, case.config(), device, groups, rank=rank)
     place, grid = groups.place, groups.grid
     requests = case.share(place.engine, grid.num_engines) if place.is_driver else []
     answers = run_engine(engine, requests)
@@ -238,3 +240,21 @@ def on_processes(cases: list[Case], out: Path) -> list[list[Any]]:
 def merged(results: list[Any]) -> dict[str, Answer]:
     """All answers of a gang."""
     return {key: value for result in results for key, value in result["answers"].items()}
+
+
+def main(rank: int, port: int, out: Path, grid: str, numerics: str) -> None:
+    """One rank on CUDA; see the module docstring."""
+    dp, cp, ep, engram = (int(size) for size in grid.split(","))
+    case = Case((dp, cp, ep, engram), numerics=numerics, seed=11)
+    device = f"cuda:{max(rank, 0)}"
+    torch.cuda.set_device(device)
+    if rank < 0:
+        out.write_text(json.dumps({"answers": alone(case, device)}))
+        return
+    meet = Rendezvous("127.0.0.1", port, "cuda")
+    groups = ProcessGroups.connect(case.rank_grid, rank, meet, timeout_s=TIMEOUT_S, device=device)
+    out.write_text(json.dumps(work(case, groups, rank, device)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -19,7 +19,7 @@ import torch
 
 from deepinfer_ray.engine.engine import Engine
 from deepinfer_ray.engine.request import Request, SamplingParams
-from deepinfer_ray.engine.sync_guard import allow_sync, forbid_sync
+from deepinfer_ray.ops.sync_guard import allow_sync, forbid_sync
 
 pytestmark = pytest.mark.gpu
 

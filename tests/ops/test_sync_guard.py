@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from deepinfer_ray.engine import sync_guard
-from deepinfer_ray.engine.sync_guard import DEFAULT, ERROR, SyncArbiter, allow_sync, forbid_sync
+from deepinfer_ray.ops import sync_guard
+from deepinfer_ray.ops.sync_guard import DEFAULT, ERROR, SyncArbiter, allow_sync, forbid_sync
 
 
 class Switch:

@@ -1,0 +1,96 @@
+"""Gangs on CUDA: ranks that are threads on one GPU, and where there are two GPUs, processes over NCCL."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepinfer_ray.parallel.groups import Store
+
+pytestmark = pytest.mark.gpu
+
+TWO = pytest.mark.gpu2
+"""Deselected where there is one GPU only (conftest.py)."""
+SCRIPT = Path(__file__).parents[1] / "engine" / "gangs.py"
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "CUDA_SCALE_LAUNCH_QUEUES": "4x", "OMP_NUM_THREADS": "1"}
+
+
+def answers(out: Path, grid: str, numerics: str, ranks: list[int]) -> dict[str, Any]:
+    store = Store("127.0.0.1", "cuda")
+    files = [out / f"{numerics}-{grid}-{rank}" for rank in ranks]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(store.rendezvous.port), str(file), grid, numerics],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SCRIPT.parents[2])},
+        )
+        for rank, file in zip(ranks, files, strict=True)
+    ]
+    assert [process.wait(120) for process in processes] == [0] * len(ranks)
+    return {key: value for file in files for key, value in json.loads(file.read_text())["answers"].items()}
+
+
+def load_gangs() -> Any:
+    """The runs that the engine's tests share."""
+    spec = importlib.util.spec_from_file_location("gangs", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gangs"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def floats(bits: list[int]) -> np.ndarray:
+    return np.array(bits, np.uint32).view(np.float32)
+
+
+def compare(
+    one: dict[str, Any], many: dict[str, Any], figures: dict[str, Any], name: str, numerics: str
+) -> None:
+    """Tokens of greedy requests and log-probabilities; libraries choose kernels by the number of rows, so low
+    bits may differ where the rows of a step do."""
+    assert sorted(one) == sorted(many)
+    greedy = [key for key in one if int(key) % 2 == 0]
+    worst = max(
+        float(np.abs(floats(one[key]["logprobs"]) - floats(many[key]["logprobs"])).max()) for key in greedy
+    )
+    figures[f"{name} {numerics}: requests with equal bits of {len(one)}"] = sum(
+        one[key] == many[key] for key in one
+    )
+    figures[f"{name} {numerics}: largest difference of a log-probability"] = worst
+    assert [one[key]["tokens"] for key in greedy] == [many[key]["tokens"] for key in greedy]
+    assert worst < (1e-4 if numerics == "exact" else 0.2)
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 2, 0), (1, 2, 2, 0)])
+@pytest.mark.parametrize("numerics", ["exact", "released"])
+def test_ranks_on_one_gpu(
+    figures: dict[str, Any], device: str, grid: tuple[int, int, int, int], numerics: str
+) -> None:
+    """Threads with exchanges in device memory; what may not wait for the device does not."""
+    gangs = load_gangs()
+    case = gangs.Case(grid, numerics=numerics, seed=11)
+
+    def body(case: Any, groups: Any, rank: int) -> Any:
+        return gangs.work(case, groups, rank, device)
+
+    many = gangs.merged(gangs.on_threads(case, body))
+    compare(gangs.alone(case, device), many, figures, f"threads {grid}", numerics)
+
+
+@TWO
+@pytest.mark.parametrize("grid", ["2,1,2,0", "1,2,1,0", "1,2,2,0"])
+@pytest.mark.parametrize("numerics", ["exact", "released"])
+def test_two_gpus_give_the_results_of_one(
+    tmp_path: Path, figures: dict[str, Any], grid: str, numerics: str
+) -> None:
+    one, two = answers(tmp_path, grid, numerics, [-1]), answers(tmp_path, grid, numerics, [0, 1])
+    compare(one, two, figures, f"gang {grid}", numerics)
