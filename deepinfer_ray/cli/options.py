@@ -11,9 +11,7 @@ import typer
 
 ConfigFiles = Annotated[
     list[str] | None,
-    typer.Option(
-        "--config", metavar="FILE", help="YAML file with options; may hold those of other commands."
-    ),
+    typer.Option("--config", metavar="FILE", help="YAML file with options, of other commands too."),
 ]
 Sets = Annotated[
     list[str] | None,
