@@ -113,7 +113,7 @@ class FakeMachines:
 
     def drain(self, node_id: str, seconds: float) -> None:
         """Announce that a machine will be taken away."""
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # type: ignore[attr-defined, unused-ignore]
 
         deadline_ms = int((time.time() + seconds) * 1e3)
         accepted, why = GcsClient(address=self.address).drain_node(
