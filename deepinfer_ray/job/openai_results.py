@@ -187,9 +187,6 @@ class ResultFiles:
             "text_offset": offsets,
         }
 
-    def _by_text(self, best: list[dict[str, Any]]) -> dict[str, float]:
-        return {self._texts.entry(each["id"])["token"]: each["logprob"] for each in best}
-
 
 def result_files(setup: RowSetup, store: Store, manifest: Mapping[str, Any]) -> ResultFiles | None:
     """Those of a job; None when its input is no batch. manifest: says when the job was begun."""

@@ -12,7 +12,6 @@ from deepinfer_ray.config.engram import engram_primes
 from deepinfer_ray.errors import ConfigError
 
 Preset = Literal["tiny", "tiny-gpu", "slice"]
-PRESETS: tuple[Preset, ...] = ("tiny", "tiny-gpu", "slice")
 
 SLICE_LAYERS, SLICE_EXPERTS, SLICE_ENGRAM_ROWS = 6, 32, 1_000_000
 """Cuts of `slice` when none are given: 10.5 GB."""

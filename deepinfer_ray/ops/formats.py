@@ -246,11 +246,6 @@ def _pow2_inverse(byte: torch.Tensor) -> torch.Tensor:
     return byte.neg().add_(254).bitwise_left_shift_(23).view(torch.float32)
 
 
-def _pow2(byte: torch.Tensor) -> torch.Tensor:
-    """float32 `2^(byte - 127)` of an int32 exponent byte; 255 gives infinity."""
-    return byte.bitwise_left_shift(23).view(torch.float32)
-
-
 # FP8 groups (Q8): activations, window records, Engram rows ------------------------------------------------
 
 

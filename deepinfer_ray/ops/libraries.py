@@ -14,7 +14,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 IMPORT_TIMEOUT_S = 120.0
@@ -152,11 +152,6 @@ def probe(
     return Found(library, names, version, importable=True, usable=True, reason=remark)
 
 
-def probe_all() -> dict[str, Found]:
-    """Every library by import name."""
-    return {name: probe(library) for name, library in LIBRARIES.items()}
-
-
 def import_apart(library: Library) -> tuple[bool, str]:
     """Import a library in a process of its own and look for what is needed of it."""
     script = (
@@ -195,8 +190,3 @@ def is_there(module: str) -> bool:
 
 def _normal(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
-
-
-def usable_names(found: Mapping[str, Found]) -> frozenset[str]:
-    """Import names of what can be used."""
-    return frozenset(name for name, one in found.items() if one.usable)
