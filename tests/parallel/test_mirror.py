@@ -17,6 +17,15 @@ def test_the_worked_example() -> None:
     assert layout.reverse().tolist() == [0, 1, 6, 7, 8, 9, 2, 4, 10, 11]
 
 
+def test_blocks_that_are_short_or_empty() -> None:
+    """spec/attention.md §18."""
+    layout = MirrorLayout.of(np.array([5, 3]), 2)
+    assert layout.num_local == 6
+    assert layout.index(0).tolist() == [0, 1, -1, -1, 5, -1]
+    assert layout.index(1).tolist() == [2, 3, 4, -1, 6, 7]
+    assert layout.reverse().tolist() == [0, 1, 6, 7, 8, 4, 10, 11]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_row_lies_in_one_place(size: int) -> None:
     random = np.random.default_rng(size)
