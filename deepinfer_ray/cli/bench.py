@@ -25,6 +25,10 @@ BENCHES = {
         "deepinfer_ray.bench.prefix",
         "prefill tokens and time of rows with common heads, reuse off and on",
     ),
+    "replay": (
+        "deepinfer_ray.bench.replay",
+        "prefill work and time with only the end of a prompt in the consumer layers",
+    ),
     "spec": ("deepinfer_ray.bench.spec", "tokens/s with and without drafts, verified and accepted lengths"),
     "scheduler": ("deepinfer_ray.bench.scheduler", "host time of a decode step at 32…512 sequences"),
 }

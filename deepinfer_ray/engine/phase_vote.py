@@ -1,7 +1,8 @@
 """How the ranks of a data-parallel group agree on prefill or decode, once a step.
 
-Knows: the votes, their points and their order (spec/engine.md §3), three transports. Does not know: queues,
-blocks, plans.
+Knows: the votes, their points and their order (spec/engine.md §3), a rank on its own and ranks as threads.
+Does not know: queues, blocks, plans; processes: their group is a `parallel.rank_group` over gloo, as a vote
+must not wait for a device.
 
 Every rank calls `agree` and then `decide` exactly once per global step. The counter is the only input of "is
 this a point", the agreement is the same on all ranks, hence so is the number of collectives of a step.
@@ -15,8 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
-import torch.distributed
 
 from deepinfer_ray.errors import ConfigError, RankFailure
 
@@ -95,32 +94,6 @@ class InProcessMember:
 
     def maximum(self, values: np.ndarray) -> np.ndarray:
         return self._group.exchange(self._rank, values.copy()).max(axis=0)
-
-
-class DistributedGroup:
-    """A torch.distributed group on the host (gloo), so that a vote never waits for a device."""
-
-    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
-        """group: the data-parallel CPU group; None = the default group."""
-        backend = torch.distributed.get_backend(group)
-        if backend != "gloo":
-            raise ConfigError(
-                f"phase votes need a gloo group, got {backend}: a vote must not wait for a device"
-            )
-        self._group = group
-        self.size = torch.distributed.get_world_size(group)
-        self._one = torch.zeros(1, dtype=torch.int32)
-
-    def minimum(self, value: int) -> int:
-        self._one[0] = value
-        torch.distributed.all_reduce(self._one, torch.distributed.ReduceOp.MIN, group=self._group)
-        return int(self._one[0])
-
-    def maximum(self, values: np.ndarray) -> np.ndarray:
-        most = torch.from_numpy(values.copy())
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
-        result: np.ndarray = most.numpy()
-        return result
 
 
 def agree_num_blocks(group: VoteGroup, num_blocks: int) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from deepinfer_ray.engine.phase_vote import DistributedGroup, VoteGroup
+from deepinfer_ray.engine.phase_vote import VoteGroup
 from deepinfer_ray.engine.simulation import Loop, create_scheduler
+from deepinfer_ray.parallel.rank_group import TorchGroup
 
 MAX_TURNS = 4000
 
@@ -121,7 +122,7 @@ def run_process(rank: int, world: int, store: str, first_seed: int, count: int, 
     for seed in range(first_seed, first_seed + count):
         size = scenario(seed).size
         if rank < size:
-            phases[seed] = run_rank(seed, rank, DistributedGroup(groups[size]))
+            phases[seed] = run_rank(seed, rank, TorchGroup(groups[size], name="vote"))
     with open(f"{out}.{rank}", "w") as file:
         json.dump(phases, file)
     dist.destroy_process_group()
