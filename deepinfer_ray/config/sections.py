@@ -216,7 +216,7 @@ class StructuredOptions(Section):
     memory_mb: int = Field(4096, ge=64)
     """Memory one of these processes may use for its grammar."""
     max_schema_bytes: int = Field(256 * 1024, ge=1)
-    max_nesting: int = Field(64, ge=1)
+    max_nesting: int = Field(64, ge=1, le=200)
     """Levels of schemas within schemas, and of values in them."""
     on_preempt: Literal["finish", "replay"] = "replay"
     """A row that loses its cache: end it with what it has, or compute it again to the same end."""

@@ -83,7 +83,10 @@ def normalise(schema: object, max_nesting: int) -> dict[str, Any]:
     schema: the JSON value. max_nesting: levels of schemas and of values in them. Raises `RowError`
     (`bad_schema`) naming place and keyword.
     """
-    return _Normaliser(schema, max_nesting).run()
+    try:
+        return _Normaliser(schema, max_nesting).run()
+    except RecursionError:
+        raise refused("schema", "nested too deep to be read") from None
 
 
 class _Normaliser:

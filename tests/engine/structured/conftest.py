@@ -45,6 +45,17 @@ EAGER = {**{byte(char): 5.0 for char in '"}]'}, **{byte(char): -4.0 for char in 
 """Biases under which random text comes to its end."""
 
 
+def slow_schema() -> dict[str, Any]:
+    """Takes the compiler seconds; more than 64 levels deep."""
+    towers: list[Any] = [{"type": "integer"}] * 16
+    for _ in range(110):
+        towers = [
+            {"type": "object", "properties": {f"p{number}": tower}, "required": [f"p{number}"]}
+            for number, tower in enumerate(towers)
+        ]
+    return {"anyOf": towers}
+
+
 @dataclass
 class Workshop:
     """Makes engines over one mock model and requests with a constraint."""
@@ -87,6 +98,8 @@ class Workshop:
         values = {"max_tokens": 200, "logit_bias": EAGER, "structured_outputs": constraint, **params}
         return Request(prompt, SamplingParams(**values), seed=seed)
 
+    slow_schema = staticmethod(slow_schema)
+
     @staticmethod
     def run(engine: Engine, requests: Sequence[Request]) -> list[RequestResult]:
         """Results in the order of the requests, books checked."""
@@ -109,6 +122,14 @@ def vocabulary() -> Vocabulary:
 @pytest.fixture(scope="session")
 def pool(vocabulary: Vocabulary) -> Iterator[GrammarPool]:
     made = GrammarPool(vocabulary, PoolOptions(workers=1))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def tight_pool(vocabulary: Vocabulary) -> Iterator[GrammarPool]:
+    """Little time for a grammar."""
+    made = GrammarPool(vocabulary, PoolOptions(workers=1, timeout_s=0.8))
     yield made
     made.close()
 

@@ -36,12 +36,11 @@ def test_random_schemas_hold(workshop, random_schemas):
     schemas = random_schemas(11)
     asked = [constraint(schemas.schema(), number) for number in range(NUM_SCHEMAS)]
     requests = [workshop.request(each, number) for number, each in enumerate(asked)]
-    requests += [
-        workshop.request(each, number, max_tokens=1 + number % 9) for number, each in enumerate(asked)
-    ]
+    cut = asked[::3]
+    requests += [workshop.request(each, number, max_tokens=1 + number % 9) for number, each in enumerate(cut)]
     results = workshop.run(workshop.engine(), requests)
     stopped = 0
-    for each, result in zip(asked * 2, results, strict=True):
+    for each, result in zip(asked + cut, results, strict=True):
         assert result.error is None, (each, result.error)
         tokens = result.token_ids.tolist()
         if result.finish_reason == "stop":
@@ -53,7 +52,7 @@ def test_random_schemas_hold(workshop, random_schemas):
             assert not matcher_after(workshop.pool, each, tokens).is_terminated()
     whole = sum(result.finish_reason == "stop" for result in results[:NUM_SCHEMAS])
     assert whole >= 0.95 * NUM_SCHEMAS
-    assert stopped < 2 * NUM_SCHEMAS  # some rows were cut
+    assert stopped < len(results)  # some rows were cut
 
 
 def test_64_grammars_in_one_batch(workshop):

@@ -27,13 +27,6 @@ def spec(number: int) -> GrammarSpec:
     return GrammarSpec.of({"regex": f"a{number}b"})
 
 
-def nested(depth: int) -> GrammarSpec:
-    schema: dict[str, object] = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return GrammarSpec.of({"json": schema}, GrammarLimits(max_nesting=depth + 1))
-
-
 def test_rows_of_one_schema_share_a_compilation(pool):
     before = pool.num_compiled
     one, same, other = pool.get(spec(1)), pool.get(spec(1)), pool.get(spec(2))
@@ -70,31 +63,27 @@ def test_what_the_compiler_would_leave_out_is_refused(pool):
     assert "multipleOf is not supported for type:number" in str(build.error)
 
 
-def test_time_and_memory_of_a_grammar_are_limited_and_the_others_go_on(make_pool):
-    pool = make_pool(timeout_s=0.15, memory_bytes=64 << 20)
-    slow, fine = pool.get(nested(200)), pool.get(spec(3))
-    finished(pool, slow, fine)
+def test_the_time_of_a_grammar_is_limited_and_the_others_go_on(tight_pool, workshop):
+    hard = GrammarSpec.of({"json": workshop.slow_schema()}, GrammarLimits(max_nesting=200))
+    slow, fine = tight_pool.get(hard), tight_pool.get(spec(3))
+    finished(tight_pool, slow, fine)
     assert slow.error is not None
     assert slow.error.code == "schema_timeout"
-    assert "was not compiled within 0.15 s (structured.timeout_s)" in str(slow.error)
+    assert "was not compiled within 0.8 s (structured.timeout_s)" in str(slow.error)
     assert fine.compiled is not None
-    assert pool.get(nested(200)) is slow  # no second attempt
+    assert tight_pool.get(hard) is slow  # no second attempt
 
 
-def test_a_fork_that_dies_takes_one_grammar_along(make_pool):
+def test_the_memory_of_a_grammar_is_limited_and_the_others_go_on(make_pool):
     pool = make_pool(timeout_s=60.0, memory_bytes=8 << 20)
-    wide = GrammarSpec.of(
-        {"json": {"enum": [f"value {number}" * 3 for number in range(20_000)]}}, GrammarLimits(1 << 20)
-    )
-    big, fine = pool.get(wide), pool.get(spec(4))
+    big, fine = pool.get(GrammarSpec.of({"choice": ["x" * 200_000]})), pool.get(spec(4))
     finished(pool, big, fine)
     assert big.error is not None
     assert big.error.code == "bad_schema"
     assert fine.compiled is not None
 
 
-def test_the_process_is_replaced_when_it_dies(make_pool):
-    pool = make_pool()
+def test_the_process_is_replaced_when_it_dies(pool):
     first = pool.get(spec(5))
     finished(pool, first)
     assert pool._process is not None
