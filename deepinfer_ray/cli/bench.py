@@ -16,6 +16,11 @@ from deepinfer_ray.errors import ConfigError
 
 BENCHES = {
     "eplb": ("deepinfer_ray.bench.eplb", "expert load balance before and after, payback of a shuffle"),
+    "job": ("deepinfer_ray.bench.job", "tokens/s of the job beside its engines alone (some minutes)"),
+    "kills": (
+        "deepinfer_ray.bench.kills",
+        "jobs killed at random moments: rows lost, doubled, done again (some minutes)",
+    ),
     "peer": ("deepinfer_ray.bench.peer", "CPU tokens/s of a tiny checkpoint beside transformers"),
     "policy": (
         "deepinfer_ray.bench.policy",

@@ -27,7 +27,7 @@ from deepinfer_ray.fleet.cluster import Connection, connect
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
 from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank
 from deepinfer_ray.fleet.machines import DrainNotices, lost_machine
-from deepinfer_ray.fleet.messages import RankReport, RankSpec
+from deepinfer_ray.fleet.messages import RankReport, RankSpec, in_calls
 from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, rank_environment
 from deepinfer_ray.fleet.placement import cluster_nodes
 from deepinfer_ray.fleet.router import Router
@@ -265,7 +265,8 @@ class RayFleet:
     def _assign(self) -> None:
         for rank, items in self.router.assign().items():
             gang, member = self._member(rank)
-            self._mail[member.actor.submit.remote(items)] = ("submit", gang, member)
+            for batch in in_calls(items):
+                self._mail[member.actor.submit.remote(batch)] = ("submit", gang, member)
 
     def _read(self, ref: Any) -> None:
         """One answer of a rank; an exception in its place is a death."""

@@ -5,11 +5,11 @@ Knows: fields. Does not know: Ray, engines, who sends. No record prints a prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepinfer_ray.fleet.backend import WorkResult
+from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.parallel.grid import RankGrid
 from deepinfer_ray.parallel.rendezvous import Rendezvous
 
@@ -98,3 +98,26 @@ class RankReport:
     results: list[WorkResult] = field(default_factory=list)
     fault: RankFault | None = None
     stats: dict[str, Any] | None = None
+
+
+INLINE_BYTES = 64 * 1024
+"""What goes into one call: Ray sends up to 100 KiB along with it and puts more into its object store, which
+costs a rank some tenths of a second before its first rows."""
+
+ITEM_BYTES = 400
+"""Of a work item besides its prompt, pickled."""
+
+
+def in_calls(items: Sequence[WorkItem]) -> Iterator[list[WorkItem]]:
+    """The items in order, as many together as one call carries; one that is longer goes alone."""
+    batch: list[WorkItem] = []
+    size = 0
+    for item in items:
+        item_bytes = ITEM_BYTES + item.prompt.nbytes
+        if batch and size + item_bytes > INLINE_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += item_bytes
+    if batch:
+        yield batch
