@@ -69,7 +69,7 @@ def read_calls(pieces: Sequence[str], *, starts_inside: bool = False) -> CallsBl
             value.text += f"<{DSML}{body}"
         elif value is not None and call is not None:
             text, regular = _json_value(value)
-            block.regular &= regular and value.key not in call.arguments
+            block.regular &= regular and value.key not in call.arguments and _plain(value.key)
             call.arguments.pop(value.key, None)
             call.arguments[value.key] = text
             value = None
@@ -136,6 +136,12 @@ def _json_value(value: _OpenValue) -> tuple[str, bool]:
         return value.text, value.attribute == "false"
     text = value.text or ("" if value.attribute in (None, "false") else value.attribute)
     return json.dumps(text, ensure_ascii=False), False
+
+
+def _plain(key: str) -> bool:
+    """Whether other parsers read the name right: deepseek-recipe 0.2.0 loses a name's end behind a space and
+    writes it without escapes."""
+    return " " not in key and json.dumps(key, ensure_ascii=False) == f'"{key}"'
 
 
 def _object(arguments: Mapping[str, str]) -> str:

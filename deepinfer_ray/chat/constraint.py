@@ -16,6 +16,7 @@ schema is then only a description.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ _ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
 _KINDS = ("string", "number", "boolean", "null", "array", "object")
 MAX_REFERENCES = 16
 """References and unions within each other, in one parameter of a tool."""
+
+_NAME = r'[^"<\\\x00-\x1f]+'
+"""Names of arguments: what the parser carries over into JSON as it is."""
 
 _TEXT: Format = {"type": "any_text", "excludes": [f"</{DSML}"]}
 """A string argument: raw text up to the next closing tag."""
@@ -109,7 +113,7 @@ def _free_arguments() -> Format:
         "type": "sequence",
         "elements": [
             _const(f'<{DSML} parameter name="'),
-            {"type": "regex", "pattern": r'[^"<\n]+'},
+            {"type": "regex", "pattern": _NAME},
             {
                 "type": "or",
                 "elements": [
@@ -139,7 +143,7 @@ def _strict_arguments(function: Mapping[str, Any]) -> Format:
     defs = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     elements: list[Format] = []
     for name, each in properties.items():
-        if not set('"<\n').isdisjoint(name):
+        if not re.fullmatch(_NAME, name):
             raise RowError("bad_schema", f"{where}: the parameter name {name!r} cannot be written in a call")
         argument = _argument(name, each, defs, f"{where}, parameter {name!r}")
         elements.append(argument if name in required else {"type": "optional", "content": argument})

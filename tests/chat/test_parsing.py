@@ -262,3 +262,9 @@ def test_parser_needs_its_markers(toy_json: Any) -> None:
 
 def test_repr_hides_the_text() -> None:
     assert repr(parse_text("secret", CHAT)) == "ParsedCompletion(stop, 0 tool calls)"
+
+
+@pytest.mark.parametrize("key", ["a b", " a", "back\\slash", "tab\there"])
+def test_names_that_need_care_stay_json(key: str) -> None:
+    text = CALLS + invoke(parameter(key, "x") + parameter("n", "1", ' string="false"')) + END_CALLS
+    assert arguments(text) == [{key: "x", "n": 1}]
