@@ -17,6 +17,10 @@ from deepinfer_ray.errors import ConfigError
 BENCHES = {
     "eplb": ("deepinfer_ray.bench.eplb", "expert load balance before and after, payback of a shuffle"),
     "job": ("deepinfer_ray.bench.job", "tokens/s of the job beside its engines alone (some minutes)"),
+    "independence": (
+        "deepinfer_ray.bench.independence",
+        "cost of products whose rows do not depend on the batch",
+    ),
     "kills": (
         "deepinfer_ray.bench.kills",
         "jobs killed at random moments: rows lost, doubled, done again (some minutes)",
