@@ -237,8 +237,8 @@ class MoeOptions(Section):
     """Expert exchange."""
 
     transport: Literal["auto", "torch", "deep_ep"] = "auto"
-    """What carries rows between expert ranks: torch.distributed, or DeepEP; auto = DeepEP where its package is
-    installed and the device can use it. DeepEP's sums differ in low bits."""
+    """What carries rows between expert ranks: torch.distributed, or DeepEP; auto = DeepEP where its package
+    is installed and the device can use it. DeepEP's sums differ in low bits."""
     comm_sms: int = Field(0, ge=0)
     """Multiprocessors of the exchange kernels; 0 = automatic."""
 
