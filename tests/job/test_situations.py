@@ -83,9 +83,9 @@ def test_a_prompt_at_the_context_limit_crashes_or_hangs(job, write_rows, read_ou
 
 def test_a_misspelt_parameter_is_silently_ignored(job, numbered, read_output, tmp_path):
     own = sampling(
-        {"temprature": 0}, {"temperature": 0}, {"top_p": 7}, {"structured_outputs": {"json": {}}}, {}
+        {"temprature": 0}, {"temperature": 0}, {"top_p": 7}, {"structured_outputs": {"jsn": {}}}, {}
     )
-    path = numbered(5, s=own, schema=[None, None, None, None, '{"type": "object"}'])
+    path = numbered(5, s=own, schema=[None, None, None, None, '{"type": '])
     job(input=path, sampling_column="s", schema_column="schema")
     codes = [row["error_code"] for row in read_output(tmp_path / "out")]
     assert codes == ["bad_sampling_params", None, "bad_sampling_params", "bad_schema", "bad_schema"]
