@@ -37,6 +37,7 @@ class RowGrammar:
         "_progress",
         "_undo",
         "allowed",
+        "last_token",
         "matcher",
         "num_tokens",
         "spec",
@@ -46,12 +47,15 @@ class RowGrammar:
         self.spec, self.matcher, self.allowed = spec, matcher, allowed
         self.num_tokens = 0
         """Tokens accepted so far."""
+        self.last_token = -1
+        """The last of them."""
         self._failure = _failure_function(spec.trigger_token_ids)
         self._progress = 0
         self._bound_fired = False
         self._after_end = False
-        self._undo: deque[tuple[bool, int, bool, bool]] = deque(maxlen=max(1, keep))
-        """Of each late token: whether the matcher took it, and progress, bound and end before it."""
+        self._undo: deque[tuple[bool, int, int, bool, bool]] = deque(maxlen=max(1, keep))
+        """Of each late token: whether the matcher took it, and last token, progress, bound and end before
+        it."""
 
     @property
     def stage(self) -> Stage:
@@ -80,8 +84,9 @@ class RowGrammar:
             self._progress += 1
         elif self._progress < len(self.spec.trigger_token_ids):
             self._follow_trigger(token)
-        self._undo.append((inner, *before))
+        self._undo.append((inner, self.last_token, *before))
         self.num_tokens += 1
+        self.last_token = token
         return True
 
     def _allows(self, token: int) -> bool:
@@ -110,7 +115,7 @@ class RowGrammar:
             raise ValueError(f"{count} tokens to take back, {len(self._undo)} are kept")
         inner = 0
         for _ in range(count):
-            was_inner, self._progress, self._bound_fired, self._after_end = self._undo.pop()
+            was_inner, self.last_token, self._progress, self._bound_fired, self._after_end = self._undo.pop()
             inner += was_inner
         if inner:
             self.matcher.rollback(inner)
@@ -120,7 +125,7 @@ class RowGrammar:
         """Back to before the first token."""
         self.matcher.reset()
         self._undo.clear()
-        self.num_tokens = self._progress = 0
+        self.num_tokens, self.last_token, self._progress = 0, -1, 0
         self._bound_fired = self._after_end = False
 
 

@@ -28,6 +28,7 @@ from deepinfer_ray.engine.plan import StepPlan
 from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Sequence
+from deepinfer_ray.engine.utf8_guard import Utf8Guard, words_of
 from deepinfer_ray.errors import RowError
 
 PARALLEL_FROM = 8
@@ -85,6 +86,7 @@ class StructuredOutputs:
         self._num_words = -(-self.vocab_size // 32)
         self._special = special
         self._plain = ~self._words(special)
+        self._guard = Utf8Guard(vocabulary.pieces)
         self._keep = scheduler.settings.num_drafts + 2
         self._waiting: dict[int, tuple[Sequence, GrammarSpec, Build]] = {}
         self._threads = min(options.threads, os.cpu_count() or 1)
@@ -160,10 +162,7 @@ class StructuredOutputs:
         return RowGrammar(spec, GrammarMatcher(build.compiled), allowed, self._keep)
 
     def _words(self, ids: Iterable[int]) -> np.ndarray:
-        """int32 words with the bits of the ids set."""
-        bits = np.zeros(self._num_words * 32, np.bool_)
-        bits[np.fromiter(ids, np.int64)] = True
-        return np.packbits(bits, bitorder="little").view(np.int32)
+        return words_of(ids, self.vocab_size)
 
     # -- a step -----------------------------------------------------------------------------------------
 
@@ -275,6 +274,9 @@ class StructuredOutputs:
                 words[place] = -1
                 continue
             words[place] &= one.grammar.allowed
+            whole = self._guard.allowed_after(one.grammar.last_token)
+            if whole is not None:
+                words[place] &= whole
             if one.taken:  # it may never come to this: the sampler finds a row without a token by itself
                 continue
             if not words[place].any():

@@ -216,3 +216,20 @@ def test_prompts_here_completions_there(workshop):
     split = SplitEngine(prompt, workshop.engine(role="completion", preemption="stop"))
     results = workshop.run(split, requests)
     assert [result.token_ids.tolist() for result in results] == expected
+
+
+def test_characters_are_never_broken(workshop):
+    """First bytes of characters are likely here; what follows them must make a character of them."""
+    firsts, others = (0xE0, 0xED, 0xF0, 0xF4), range(0x80, 0xC0)
+    bias = {**{3 + byte: 8.0 for byte in firsts}, **{3 + byte: 6.0 for byte in others}}
+    asked = [
+        {"json": {"type": "string", "minLength": 12, "maxLength": 12}},
+        {"json": {"type": "string", "pattern": "^[^,]{12}$"}},
+        {"regex": ".{12}"},
+    ]
+    requests = [workshop.request(each, seed, logit_bias=bias) for each in asked for seed in range(6)]
+    for request, result in zip(requests, workshop.run(workshop.engine(), requests), strict=True):
+        assert result.finish_reason == "stop"
+        text = json.loads(result.text) if "json" in request.params.structured_outputs else result.text
+        assert "\ufffd" not in text
+        assert len(text) == 12

@@ -1,0 +1,46 @@
+"""Tokens that would break a character which the token before them began.
+
+Knows: UTF-8. Does not know: grammars. xgrammar's negated classes let through what encodes surrogates, and its
+patterns inside JSON longer encodings than needed. Neither is UTF-8: the text would show replacement
+characters, more of them than the grammar counted. A token of whole characters is never wrong; only one that
+goes on with a character can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+SECOND_BYTES = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+"""First bytes whose second byte has a range narrower than 80 … BF (Unicode standard, table 3-7)."""
+
+
+class Utf8Guard:
+    """Masks for the tokens behind those that end with such a first byte."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        """pieces: bytes of every token id."""
+        self._lead = {
+            token: piece[-1] for token, piece in enumerate(pieces) if piece and piece[-1] in SECOND_BYTES
+        }
+        first = np.array([piece[0] if piece else 0 for piece in pieces])
+        self._allowed = {
+            lead: words_of(
+                np.flatnonzero((first < 0x80) | (first > 0xBF) | ((first >= low) & (first <= high))),
+                len(pieces),
+            )
+            for lead, (low, high) in SECOND_BYTES.items()
+        }
+
+    def allowed_after(self, token: int) -> np.ndarray | None:
+        """int32 words of the tokens that may follow, None = any."""
+        lead = self._lead.get(token)
+        return None if lead is None else self._allowed[lead]
+
+
+def words_of(ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 [ceil(V / 32)] with the bits of the ids set: bit v & 31 of word v >> 5."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
