@@ -71,7 +71,7 @@ class StructuredOutputs:
         options = options or StructuredOptions()
         self.scheduler, self.table = scheduler, scheduler.table
         self.limits = GrammarLimits(options.max_schema_bytes, options.max_nesting)
-        vocabulary = Vocabulary(tuple(pieces), tuple(stop_ids))
+        self.vocabulary = vocabulary = Vocabulary(tuple(pieces), tuple(stop_ids))
         self._owns_pool = pool is None
         self.pool = pool or GrammarPool(
             vocabulary,
