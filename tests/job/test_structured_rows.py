@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from engine_backend import EngineBackend
 from stub_backend import StubBackend
 
+from deepinfer_ray.config.engine import EngineConfig
+
+TINY = Path(__file__).parents[1] / "data/golden/tinyB"
 AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 END_OF_REASONING = "</think>"
 HI = [{"role": "user", "content": "say json"}]
@@ -138,3 +143,28 @@ def test_tools_that_must_be_called(ask):
     assert required["structural_tag"]["format"]["type"] == "sequence"
     assert auto is None
     assert answer_or_call["structural_tag"]["format"]["type"] == "or"
+
+
+def test_rows_through_an_engine(job, write_rows, read_output, tmp_path):
+    """Constrained, free and refused rows of one job; what the compiler refuses is that row's error."""
+    wishes = [
+        {"choice": ["the cafe", "Ray batch"]},
+        {"grammar": "root ::= nowhere"},
+        None,
+        {"regex": "(the ){3}ray"},
+    ]
+    own = [None if wish is None else json.dumps({"structured_outputs": wish}) for wish in wishes]
+    path = write_rows(tmp_path / "in.parquet", {"ids": [[5, 6, 7]] * 4, "s": own})
+    backend = EngineBackend(TINY, EngineConfig().with_values(scheduler={"max_model_len": 64, "max_seqs": 4}))
+    options = {"token_ids_column": "ids", "sampling_column": "s", "max_model_len": 64, "max_tokens": 12}
+    try:
+        job(input=path, stub=backend, model=str(TINY), **options)
+    finally:
+        backend.engine.close()
+    choice, refused, free, pattern = read_output(tmp_path / "out")
+    assert choice["completion"] in ("the cafe", "Ray batch")
+    assert choice["finish_reason"] == "stop"
+    assert refused["error_code"] == "bad_schema"
+    assert 'Rule "nowhere" is not defined' in refused["error"]
+    assert free["error"] is None
+    assert pattern["completion"] == "the the the ray"
