@@ -8,12 +8,14 @@ A grammar that failed is kept, too: a thousand rows with the same bad schema cos
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,8 @@ from typing import Any
 from deepinfer_ray.engine.grammar_spec import GrammarSpec
 from deepinfer_ray.engine.grammar_worker import Job, Reply, Vocabulary, read_frame, write_frame
 from deepinfer_ray.errors import RowError
+
+_LOG = logging.getLogger(__name__)
 
 MAX_DEATHS = 2
 """A compiling process that dies this often with a grammar under way takes the grammar with it."""
@@ -40,13 +44,15 @@ class PoolOptions:
     timeout_s: float = 20.0
     memory_bytes: int = 4 << 30
     cache_bytes: int = 10 << 30
+    debug: bool = False
+    """Log every grammar that is done: its number, time and size, never its text."""
 
 
 class Build:
     """One grammar, under way or done. `compiled` (an `xgrammar.CompiledGrammar`) or `error` is set at the
     end, before `done`."""
 
-    __slots__ = ("compiled", "deaths", "done", "error", "job", "num_bytes")
+    __slots__ = ("asked_at", "compiled", "deaths", "done", "error", "job", "num_bytes")
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -55,6 +61,7 @@ class Build:
         self.error: RowError | None = None
         self.num_bytes = _FAILURE_BYTES
         self.deaths = 0
+        self.asked_at = time.monotonic()
 
 
 class GrammarPool:
@@ -264,5 +271,15 @@ class GrammarPool:
         if compiled is not None:
             build.num_bytes = int(compiled.memory_size_bytes) + len(build.job.text)
         build.done = True
+        if self.options.debug:
+            _LOG.info(
+                "grammar %d (%s, %d characters): %s after %.3f s, %d bytes kept",
+                build.job.number,
+                build.job.kind,
+                len(build.job.text),
+                "compiled" if error is None else error.code,
+                time.monotonic() - build.asked_at,
+                build.num_bytes,
+            )
         del self._by_number[build.job.number]
         self._changed.notify_all()

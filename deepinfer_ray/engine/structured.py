@@ -80,6 +80,7 @@ class StructuredOutputs:
                 timeout_s=options.timeout_s,
                 memory_bytes=options.memory_mb << 20,
                 cache_bytes=0 if options.disable_cache else options.cache_bytes,
+                debug=options.debug,
             ),
         )
         self.vocab_size = len(vocabulary.pieces)

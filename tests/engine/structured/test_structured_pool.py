@@ -136,6 +136,15 @@ class Scripted(GrammarPool):
         return build
 
 
+def test_done_grammars_are_logged_on_request(vocabulary, caplog):
+    with caplog.at_level("INFO", logger="deepinfer_ray.engine.grammar_pool"):
+        Scripted(vocabulary).fill(spec(1))
+        Scripted(vocabulary, debug=True).fill(spec(1))
+    (line,) = caplog.messages
+    assert line.startswith("grammar 0 (regex, 3 characters): bad_schema after 0.0")
+    assert "a1b" not in line
+
+
 def test_a_closed_pool_takes_nothing(vocabulary):
     pool = Scripted(vocabulary)
     pool.get(spec(0))
