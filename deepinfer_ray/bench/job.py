@@ -147,7 +147,15 @@ class Comparison:
             )
             for row in share
         ]
-        seconds = run_bare(self._engine(), requests)
+        engine = self._engine()
+        collector = getattr(engine, "gc", None)
+        if collector is not None:
+            collector.own_process()  # as in a rank
+        try:
+            seconds = run_bare(engine, requests)
+        finally:
+            if collector is not None:
+                collector.release_process()
         return self.workload.ranks * sum(self._lengths[row] for row in share) / seconds
 
     def _engine(self) -> EngineLike:

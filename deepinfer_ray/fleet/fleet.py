@@ -334,12 +334,14 @@ class RayFleet:
             self._died(gang, None, f"no engine after {waited:.0f} s of {gang.stage}")
 
     def _placement_is_late(self, gang: Gang, waited_s: float) -> None:
-        """Fatal at the start or when nothing else runs; else the others go on and this one keeps waiting."""
+        """Fatal at the start; later a gang waits as long as others run, and else for a while."""
         others = any(other.stage == "up" for other in self._gangs)
-        if gang.generation > 0 and others:
+        limit_s = self._watch.patience.replacement
+        if gang.generation > 0 and (others or waited_s < limit_s):
             if not gang.late:
                 gang.late = True
-                logger.warning("%s", gang.placement.failure(waited_s, running=True))
+                now = "the other ranks go on" if others else f"the job waits for {limit_s:.0f} s in all"
+                logger.warning("%s", gang.placement.failure(waited_s, now=now))
             return
         copies = sum(other.stage == "placing" for other in self._gangs)
         raise gang.placement.failure(waited_s, copies=copies)

@@ -59,17 +59,22 @@ class Placement:
         return [node_id for node_id in self._row().get("bundles_to_node_id", {}).values() if node_id]
 
     def failure(
-        self, waited_s: float, *, hopeless: bool = False, copies: int = 1, running: bool = False
+        self,
+        waited_s: float,
+        *,
+        hopeless: bool = False,
+        copies: int = 1,
+        now: str = "nothing was left running",
     ) -> PlacementError:
         """The error for a person: demand, supply of each node, what to do.
 
-        copies: how many groups like this one are missing. running: the rest of the fleet goes on.
+        copies: how many groups like this one are missing. now: what goes on meanwhile.
         """
         why = "can never be met by these machines" if hopeless else f"was not met within {waited_s:g} s"
         return PlacementError(
             f"placement {self.name} {why}:\n{demand_and_supply(self.plan, cluster_nodes(), copies)}\n"
-            "  what to do: ask for fewer ranks (--dp, --cp, --ep) or smaller ones, free or add machines"
-            + ("; the other ranks go on" if running else "; nothing was left running")
+            "  what to do: ask for fewer ranks (--dp, --cp, --ep) or smaller ones, free or add machines; "
+            + now
         )
 
     def bundle_strategy(self, index: int) -> Any:

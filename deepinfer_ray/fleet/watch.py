@@ -17,7 +17,8 @@ class Patience:
     """Limits in seconds. ping_after: silence before a rank is pinged; silent: before it counts as dead.
 
     step: how long one engine step may take. start: how long building an engine may take.
-    placement: how long the first placement may take.
+    placement: how long the first placement may take. replacement: how long a gang that was lost may wait for
+    a machine, which may have to be started first, while no other gang runs.
     """
 
     ping_after: float = 5.0
@@ -25,6 +26,7 @@ class Patience:
     step: float = 300.0
     start: float = 1800.0
     placement: float = 45.0
+    replacement: float = 900.0
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`lab(call, **args)`: what `lab.py` can do, in a process of its own with a cluster for the whole session."""
+"""`lab(call, **args)`: what `lab.py` can do, in a process of its own with a cluster of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     script = Path(__file__).with_name("lab.py")
     log = tmp_path_factory.mktemp("lab") / "log"
@@ -28,7 +28,7 @@ def lab(tmp_path_factory):
         line = process.stdout.readline()
         assert line, f"the lab is gone: {log.read_text(errors='replace')[-4000:]}"
         answer = json.loads(line)
-        assert "error" not in answer, answer["error"]
+        assert "error" not in answer, f"{answer['error']}\n{log.read_text(errors='replace')[-2000:]}"
         return answer["result"]
 
     yield call

@@ -1,6 +1,12 @@
-"""Machines that die or are announced to go under a fleet that may not lose a single rank, and killer rows."""
+"""Deaths under the real job and under a bare fleet, on the fake machines of one cluster.
+
+The job is killed at random moments and comes out as if nothing had been: every row once, each as in a run
+without kills. The fleet may not lose a single rank, and machines die or are announced to go.
+"""
 
 from __future__ import annotations
+
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +15,35 @@ import pytest
 from deepinfer_ray.model.synthetic import make_checkpoint
 
 pytestmark = pytest.mark.ray
+
+VICTIMS = ["driver", "rank", "raylet"]
+
+
+def assert_as_if_nothing_had_been(kill):
+    assert kill["lost"] == 0, kill
+    assert kill["duplicated"] == 0, kill
+    assert kill["different"] == 0, kill
+    assert kill["left"] == [], kill
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victims", "seed"), [(VICTIMS, 1), (VICTIMS[::-1], 2)])
+def test_driver_rank_and_machine_of_one_job_die(lab, victims, seed):
+    kill = lab("strike", victims=victims, seed=seed)
+    assert_as_if_nothing_had_been(kill)
+    assert [moment.split()[0] for moment in kill["at"]] == victims
+
+
+@pytest.mark.soak
+def test_a_hundred_kills(lab, capsys):
+    kills = []
+    for index in range(100):
+        kills.append(lab("strike", victims=[VICTIMS[index % 3]], seed=index))
+        assert_as_if_nothing_had_been(kills[-1])
+    rows = lab("figures", kills=kills)
+    assert sum(row["kills"] for row in rows) == 100
+    with capsys.disabled():
+        print(json.dumps(rows))
 
 
 def test_a_lost_machine_costs_neither_the_budget_nor_its_rows(lab):
