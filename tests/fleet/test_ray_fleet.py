@@ -25,6 +25,7 @@ from deepinfer_ray.fleet.gang import Gang
 from deepinfer_ray.fleet.generate import FleetGenerator
 from deepinfer_ray.fleet.options import FleetOptions
 from deepinfer_ray.fleet.placement import Placement
+from deepinfer_ray.fleet.scratch import sweep
 from deepinfer_ray.fleet.topology import GPU_DOMAIN_LABEL, PlacementPlan
 from deepinfer_ray.fleet.watch import Patience
 
@@ -299,8 +300,8 @@ DRIVER = """
 """
 
 
-def interrupted_driver(address: str | None) -> tuple[list[int], str, int]:
-    """A driver in its own process group gets Ctrl-C while rows are in flight.
+def interrupted_driver(address: str | None, blow: int = signal.SIGINT) -> tuple[list[int], str, int]:
+    """A driver gets a signal while rows are in flight: Ctrl-C with its whole process group, SIGKILL alone.
 
     Rank pids, the directory of its own cluster or "None", exit code.
     """
@@ -316,7 +317,10 @@ def interrupted_driver(address: str | None) -> tuple[list[int], str, int]:
     try:
         assert driver.stdout is not None
         *pids, files = driver.stdout.readline().split()
-        os.killpg(driver.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+        if blow == signal.SIGINT:
+            os.killpg(driver.pid, blow)  # as a terminal does: the whole foreground group
+        else:
+            os.kill(driver.pid, blow)
         return list(map(int, pids)), files, driver.wait(40)
     finally:
         if driver.poll() is None:
@@ -328,6 +332,12 @@ def command_line(process: Path) -> str:
         return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def processes_of(files: str) -> list[str]:
+    """Command lines that name a cluster's directory."""
+    commands = [command_line(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [command for command in commands if files in command]
 
 
 def alive(pid: int) -> bool:
@@ -355,5 +365,16 @@ def test_ctrl_c_ends_a_cluster_of_our_own() -> None:
     assert not any(map(alive, pids))
     assert Path(files).name.startswith("dray-")
     assert not Path(files).exists(), "the cluster's files are gone too"
-    commands = [command_line(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    assert not [command for command in commands if files in command], "a process of the cluster lives on"
+    assert not processes_of(files), "a process of the cluster lives on"
+
+
+def test_kill_9_of_the_driver_ends_a_cluster_of_our_own() -> None:
+    """The kernel tells the cluster's processes; the files go when the next driver starts."""
+    pids, files, code = interrupted_driver(None, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while any(map(alive, pids)) or processes_of(files):
+        assert time.monotonic() < deadline, f"still there: {processes_of(files)}"
+        time.sleep(0.2)
+    assert Path(files) in sweep()
+    assert not Path(files).exists()
