@@ -29,7 +29,7 @@ def answers(out: Path, grid: str, numerics: str, ranks: list[int]) -> dict[str, 
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), str(store.rendezvous.port), str(file), grid, numerics],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SCRIPT.parents[2])},
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])},
         )
         for rank, file in zip(ranks, files, strict=True)
     ]
