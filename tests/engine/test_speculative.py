@@ -160,7 +160,8 @@ def greedy_requests(lab: Lab, count: int, seed: int) -> list[Request]:
             for name, value in KINDS[index % len(KINDS)].items()
             if name not in ("stop", "stop_token_ids")
         }
-        params = SamplingParams(temperature=0.0, max_tokens=int(random.integers(2, 26)), **kind)
+        max_tokens = max(int(random.integers(2, 26)), kind.get("min_tokens", 0))
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **kind)
         requests.append(Request(prompt(random, length), params, seed=index))
     free = run(lab.engine(0), requests)
     for index, (request, result) in enumerate(zip(requests, free, strict=True)):
@@ -429,9 +430,13 @@ def test_lengths_and_positions_of_a_step_whose_predecessor_is_in_flight() -> Non
 @pytest.mark.parametrize("numerics", ["released", "exact"])
 @pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
 def test_greedy_with_drafts_is_greedy_without_for_five_hundred_prompts(numerics: str, share: float) -> None:
+    """Every mode with every count of drafts in one checkpoint, with one of them in the others."""
     lab = Lab.load(numerics, share)
     requests = greedy_requests(lab, 500, 11)
     without = bits(run(lab.engine(0), requests))
-    for (varlen, zos), drafts, blocks in itertools.product(MODES, (1, 3, 5), (9, 64)):
+    settings = list(itertools.product(MODES, (1, 3, 5), (9, 64)))
+    if (numerics, share) != ("released", 0.3):
+        settings = settings[::7]  # all modes, counts and pools occur
+    for (varlen, zos), drafts, blocks in settings:
         got = bits(run(lab.engine(drafts, varlen=varlen, zos=zos, num_blocks=blocks), requests))
         assert got == without, (varlen, zos, drafts, blocks)
