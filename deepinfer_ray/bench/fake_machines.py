@@ -48,8 +48,11 @@ class FakeMachines:
         from ray.cluster_utils import Cluster
 
         self.folder = Path(tempfile.mkdtemp(prefix="rk-", dir="/tmp"))  # short: it holds Unix sockets
-        self._environment = {name: os.environ.get(name) for name in (*QUIET, *PATIENT, "RAY_ADDRESS")}
-        os.environ.update({**QUIET, **PATIENT})
+        # Ray notes the newest cluster in a file that `address="auto"` elsewhere would read: keep it in here.
+        (self.folder / "ray").mkdir()
+        own = {**QUIET, **PATIENT, "RAY_TMPDIR": str(self.folder)}
+        self._environment = {name: os.environ.get(name) for name in (*own, "RAY_ADDRESS")}
+        os.environ.update(own)
         os.environ.pop("RAY_ADDRESS", None)
         self._cluster: Any = Cluster(
             initialize_head=True,
