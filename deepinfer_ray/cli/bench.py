@@ -45,17 +45,26 @@ BENCHES = {
 `plots(rows, directory) -> list[Path]`."""
 
 
-def _print_table(result: dict[str, Any]) -> None:
-    console = Console()
-    machine = result["machine"]
+PIPED_WIDTH = 500
+
+
+def _print_rows(result: dict[str, Any]) -> None:
+    """A table; where the terminal is too narrow for it, a paragraph a row. Piped output is never cut."""
+    console, machine = Console(highlight=False), result["machine"]
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPED_WIDTH)
     console.print(f"{result['name']} · {machine['processor']} · {machine['cores']} cores · {result['date']}")
     table = Table()
-    columns = list(result["rows"][0]) if result["rows"] else []
-    for column in columns:
+    for column in result["rows"][0] if result["rows"] else ():
         table.add_column(column, justify="right")
     for row in result["rows"]:
-        table.add_row(*(str(row[column]) for column in columns))
-    console.print(table)
+        table.add_row(*map(str, row.values()))
+    wide = console.measure(table, options=console.options.update(max_width=PIPED_WIDTH)).maximum
+    if wide <= console.width:
+        console.print(table)
+        return
+    for row in result["rows"]:
+        console.print("", *(f"{column}: [bold]{value}[/]" for column, value in row.items()), sep="   ")
 
 
 def bench(
@@ -87,4 +96,4 @@ def bench(
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        _print_table(result)
+        _print_rows(result)
