@@ -339,7 +339,7 @@ class Engine:
 
     def pulse(self) -> dict[str, Any]:
         """Totals and gauges of this moment, JSON-able; cheap enough for once a second."""
-        return self._stats.pulse(self.scheduler)
+        return self._stats.pulse(self.scheduler) | ({} if self.ranks is None else self.ranks.stats())
 
     def profile(self, num_steps: int = DEFAULT_STEPS, output_dir: str | Path | None = None) -> Future[Path]:
         """Profile the next `num_steps` steps (1 … 50), fewer if the work ends: a torch trace, and beside it

@@ -62,6 +62,7 @@ RANK_METRICS = (
     Metric("cached_tokens", "counter", "Prompt tokens taken from a cached prefix"),
     Metric("finished_sequences", "counter", "Sequences ended, by finish reason", ("reason",)),
     Metric("preemptions", "counter", "Preemptions"),
+    Metric("expert_rebalances", "counter", "Rearrangements of experts over the ranks of the gang"),
     Metric("first_token_seconds", "counter", "Sum of seconds to the first token"),
     Metric("first_tokens", "counter", "Sequences in that sum"),
     Metric("drafts_verified", "counter", "Draft tokens verified"),
@@ -168,6 +169,7 @@ def rank_counters(pulse: Mapping[str, Any]) -> dict[tuple[str, tuple[tuple[str, 
         ("step_seconds", (("phase", "prefill"),)): pulse["prompt_seconds"],
         ("step_seconds", (("phase", "decode"),)): pulse["decode_seconds"],
         ("preemptions", ()): pulse["preempted"],
+        ("expert_rebalances", ()): pulse.get("rebalances", 0),
     }
     for name in (
         "decode_sequences",

@@ -34,6 +34,7 @@ RANK_SUMS = (
     "first_tokens",
     "first_token_seconds",
     "preempted",
+    "rebalances",
     "verified_lengths",
     "accepted_lengths",
 )
