@@ -8,19 +8,15 @@ of the program, not of the user. Messages carry the numbers of the equation that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from deepinfer_ray.cache.layout import BLOCK_ALIGN, PART_ALIGN, CacheLayout, align_up
-from deepinfer_ray.cache.metadata import StepMetadata, TruncationMode
+from deepinfer_ray.cache.metadata import StepMetadata
 from deepinfer_ray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from deepinfer_ray.config.hf import ModelConfig
 
 INT32_MAX = 2**31 - 1
 
@@ -77,46 +73,6 @@ def check_geometry(block_tokens: int, ratios: Sequence[int], candidate_block: in
             )
 
 
-def check_truncation(
-    mode: TruncationMode,
-    keep_tokens: int,
-    layout: CacheLayout,
-    config: ModelConfig,
-    prompt_logprobs: bool = False,
-) -> None:
-    """Rules of prefill truncation (rule 7; attention spec §13.2)."""
-    if mode == "off":
-        return
-    least = layout.window + layout.max_backtracking
-    if keep_tokens < least:
-        raise ConfigError(
-            f"prefill.keep_tokens is {keep_tokens}; truncation mode {mode!r} needs at least "
-            f"window + max_backtracking = {layout.window} + {layout.max_backtracking} = {least}"
-        )
-    topology = config.topology
-    if not any(layer.is_consumer for layer in topology.layers):
-        raise ConfigError(
-            f"truncation mode {mode!r} needs consumer layers; this model has no layer of ratio 1"
-        )
-    if prompt_logprobs:
-        raise ConfigError(
-            f"prompt log-probabilities need every prompt row; truncation mode is {mode!r}, set it to off"
-        )
-    if mode == "compact":
-        late = [layer.index for layer in topology.layers if layer.is_consumer and layer.engram is not None]
-        if late:
-            raise ConfigError(
-                f"truncation mode 'compact' drops rows at layer {topology.n_prefill_layer}, but Engram "
-                f"layers {late} lie behind it"
-            )
-        targets = {layer.is_consumer for layer in topology.layers if layer.is_target}
-        if len(targets) > 1:
-            raise ConfigError(
-                f"truncation mode 'compact' needs all draft target layers on one side of layer "
-                f"{topology.n_prefill_layer}, not {[x.index for x in topology.layers if x.is_target]}"
-            )
-
-
 def check_dense_indices(rows: int, num_blocks: int, entries: int) -> None:
     """Dense entry indices are int32 in kernels: `rows * num_blocks * entries` must fit (rule 8)."""
     product = rows * num_blocks * entries
@@ -125,28 +81,6 @@ def check_dense_indices(rows: int, num_blocks: int, entries: int) -> None:
             f"{rows} rows x {num_blocks} blocks x {entries} entries = {product} dense indices do not fit "
             "int32; lower max_model_len or the number of rows a step"
         )
-
-
-def check_ranks_agree(settings: Sequence[Mapping[str, Any]]) -> None:
-    """All ranks of a group share pool sizes, ring rows, modes and numerics (rule 9). Item i is rank i's."""
-    for rank, own in enumerate(settings[1:], start=1):
-        for key, value in settings[0].items():
-            if own.get(key) != value:
-                raise ConfigError(
-                    f"rank {rank} has {key} = {own.get(key)!r}, rank 0 has {value!r}; all must agree"
-                )
-
-
-def rank_settings(layout: CacheLayout, num_blocks: int, **extra: Any) -> dict[str, Any]:
-    """What `check_ranks_agree` compares; `extra` carries mode, keep_tokens, numerics."""
-    return {
-        "num_blocks": num_blocks,
-        "block_bytes": layout.block_bytes,
-        "slot_bytes": layout.slot_bytes,
-        "ring_rows": layout.ring_rows,
-        "num_drafts": layout.num_drafts,
-        **extra,
-    }
 
 
 # A step --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -166,64 +165,13 @@ def test_two_sequences_with_one_tail_block_are_found(layout: CacheLayout):
         checks.check_metadata(meta, layout, 8, 2)
 
 
-# Rule 7: truncation --------------------------------------------------------------------------------------
-
-
-def test_truncation_rules(layout: CacheLayout, flash: ModelConfig):
-    checks.check_truncation("off", 0, layout, flash, prompt_logprobs=True)
-    checks.check_truncation("compact", 134, layout, flash)
-    with pytest.raises(
-        ConfigError, match=r"prefill.keep_tokens is 133; .* window \+ max_backtracking = 128 \+ 6 = 134"
-    ):
-        checks.check_truncation("mask", 133, layout, flash)
-    with pytest.raises(
-        ConfigError, match="prompt log-probabilities need every prompt row; truncation mode is 'mask'"
-    ):
-        checks.check_truncation("mask", 140, layout, flash, prompt_logprobs=True)
-
-
-def test_compact_truncation_rules(layout: CacheLayout, flash: ModelConfig):
-    topology = flash.topology
-
-    def changed(index: int, **values: Any) -> ModelConfig:
-        layers = tuple(dataclasses.replace(x, **values) if x.index == index else x for x in topology.layers)
-        return dataclasses.replace(flash, topology=dataclasses.replace(topology, layers=layers))
-
-    with pytest.raises(ConfigError, match=r"drops rows at layer 20, but Engram layers \[25\] lie behind it"):
-        checks.check_truncation("compact", 140, layout, changed(25, engram=1))
-    with pytest.raises(
-        ConfigError, match=r"all draft target layers on one side of layer 20, not \[5, 37, 38, 39\]"
-    ):
-        checks.check_truncation("compact", 140, layout, changed(5, is_target=True))
-    checks.check_truncation("mask", 140, layout, changed(25, engram=1))
-    producers = tuple(dataclasses.replace(x, is_consumer=False) for x in topology.layers)
-    no_yoco = dataclasses.replace(flash, topology=dataclasses.replace(topology, layers=producers))
-    with pytest.raises(ConfigError, match="truncation mode 'mask' needs consumer layers"):
-        checks.check_truncation("mask", 140, layout, no_yoco)
-
-
-# Rules 8, 9, 10 ------------------------------------------------------------------------------------------
+# Rules 8, 10 ------------------------------------------------------------------------------------------
 
 
 def test_dense_indices_must_fit_int32():
     checks.check_dense_indices(256, 8192, 128)
     with pytest.raises(ConfigError, match="2048 rows x 8192 blocks x 128 entries = 2147483648 dense indices"):
         checks.check_dense_indices(2048, 8192, 128)
-
-
-def test_ranks_must_agree(layout: CacheLayout, build: Callable[..., CacheLayout]):
-    own = checks.rank_settings(layout, 100, mode="off", keep_tokens=0, numerics="released")
-    checks.check_ranks_agree([own, dict(own), dict(own)])
-    for key, value in (
-        ("num_blocks", 99),
-        ("ring_rows", 129),
-        ("mode", "compact"),
-        ("keep_tokens", 140),
-        ("num_drafts", 0),
-        ("numerics", "exact"),
-    ):
-        with pytest.raises(ConfigError, match=f"rank 2 has {key} = {value!r}, rank 0 has .*; all must agree"):
-            checks.check_ranks_agree([own, own, {**own, key: value}])
 
 
 @pytest.mark.parametrize(
