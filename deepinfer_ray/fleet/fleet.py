@@ -5,6 +5,9 @@ Knows: gangs, the router's books, Ray's object references. Does not know: files,
 Everything happens on the caller's thread, inside `start`, `submit` and `poll`:
 
     assign waiting rows → wait for mail → read it (results, credits, pulses, deaths) → rebuild
+
+A gang that the grid asks for is replaced when it is lost. A further one (`FleetOptions.max_gangs`) joins
+while there is work for it and leaves when there is none; without it the fleet goes on.
 """
 
 from __future__ import annotations
@@ -19,20 +22,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from deepinfer_ray.errors import DeepInferError
 from deepinfer_ray.fleet.backend import RankStats, WorkItem, WorkResult
 from deepinfer_ray.fleet.cluster import Connection, connect
+from deepinfer_ray.fleet.elastic import Elastic, Work
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
-from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank
+from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank, describe_death
+from deepinfer_ray.fleet.launch import Launcher
 from deepinfer_ray.fleet.machines import DrainNotices, lost_machine
-from deepinfer_ray.fleet.messages import RankReport, RankSpec, in_calls
-from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, rank_environment
+from deepinfer_ray.fleet.messages import RankReport, in_calls, own_arrays
+from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, most_gangs
 from deepinfer_ray.fleet.placement import cluster_nodes
+from deepinfer_ray.fleet.roster import Roster
 from deepinfer_ray.fleet.router import Router
+from deepinfer_ray.fleet.status import last_phases, rank_entries
 from deepinfer_ray.fleet.suspects import RestartBudget
-from deepinfer_ray.fleet.topology import can_ever_hold, plan_placement, rank_bundle
+from deepinfer_ray.fleet.topology import Node, num_held
 from deepinfer_ray.fleet.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -68,18 +73,25 @@ class RayFleet:
         self.grid = fleet_grid(engine_config, dp)
         self.options = options or default_options(engine_config)
         self.router = Router()
-        self.restarts = 0
-        self._model_dir = os.path.abspath(model_dir)  # ranks run in other directories
-        self._engine_config = engine_config
-        self._device = device.partition(":")[0]  # of a rank's own GPU, which is always its first
-        self._factory = engine_factory
+        self.restarts = self.joined = self.left = 0
         self._clock = clock
-        self._name = f"deepinfer-{uuid.uuid4().hex[:8]}"
+        self._launcher = Launcher(
+            self.grid,
+            self.options,
+            os.path.abspath(model_dir),  # ranks run in other directories
+            engine_config,
+            device.partition(":")[0],  # of a rank's own GPU, which is always its first
+            engine_factory,
+            f"deepinfer-{uuid.uuid4().hex[:8]}",
+            clock,
+        )
         self._budget = RestartBudget(self.options.max_restarts)
         self._watch = Watch(self.options.patience, clock)
         self._notices = DrainNotices(clock=clock)
         self._connection: Connection | None = None
-        self._gangs: list[Gang] = []
+        self._gangs = Roster(self.grid)
+        self._elastic = Elastic(most_gangs(self.grid, self.options.max_gangs), self.options.patience, clock)
+        self._expected = self._ended = 0
         self._ready: list[WorkResult] = []
         self._stats: deque[RankStats] = deque(maxlen=MAX_STATS)
         self._mail: dict[Any, tuple[str, Gang, Rank]] = {}
@@ -109,9 +121,9 @@ class RayFleet:
         self._started = True
         try:
             self._connect()
-            for index in range(self.grid.num_gangs):
-                self._gangs.append(self._new_gang(index, generation=0))
-            while not all(gang.stage == "up" for gang in self._gangs):
+            for number in range(self.grid.num_gangs):
+                self._launch(number)
+            while len(self._gangs.up) < len(self._gangs):
                 self._turn(BUILD_POLL_S)
         except BaseException:
             self._failed = True
@@ -122,39 +134,53 @@ class RayFleet:
         """Rows that ranks announced room for, less those that already wait here."""
         return self.router.wanted()
 
+    def expect(self, items: int) -> None:
+        """About how many rows will be submitted from now on; further gangs come and go by it."""
+        self._expected = items
+
     def submit(self, items: Sequence[WorkItem]) -> None:
         """Queue rows and hand out what ranks have room for."""
         self._must_run()
         self.router.add(items)
+        self._expected = max(0, self._expected - len(items))
         self._assign()
 
     def poll(self, timeout_s: float) -> list[WorkResult]:
-        """Finished rows; waits for the first up to `timeout_s`. Deaths and rebuilds happen in here."""
+        """Finished rows; waits for the first up to `timeout_s`. Gangs come, die and are rebuilt in here."""
         self._must_run()
         deadline = self._clock() + timeout_s
         try:
+            self._resize()
             while True:
                 self._turn(max(0.0, deadline - self._clock()))
                 if self._ready or self._clock() >= deadline:
                     results, self._ready = self._ready, []
+                    self._ended += len(results)
                     return results
         except DeepInferError:
             self._failed = True
             raise
 
     def status(self) -> dict[str, Any]:
-        """Ranks with stage, place and pulse; rows waiting and in flight; restarts."""
-        scratch = self._connection.scratch if self._connection else None
+        """Ranks with stage, place and pulse; gangs; rows waiting and in flight; restarts."""
+        gangs, connection = list(self._gangs), self._connection
         return {
-            "ranks": [entry for gang in self._gangs for entry in self._status_of(gang)],
+            "ranks": [entry for gang in gangs for entry in rank_entries(gang, self.router, self._watch)],
+            "gangs": {
+                "up": len(self._gangs.up),
+                "least": self.grid.num_gangs,
+                "most": self._elastic.most,
+                "joined": self.joined,
+                "left": self.left,
+            },
             "pending": self.router.num_pending,
             "in_flight": self.router.num_in_flight,
             "restarts": self.restarts,
-            "address": self._connection.address if self._connection else None,
-            "local_cluster": bool(self._connection and self._connection.own),
-            "ray_files": str(scratch.path) if scratch else None,
-            "placement": self._gangs[0].placement.plan.describe() if self._gangs else None,
-            "notice_s": self._notices.seconds_left([self._connection.node_id]) if self._connection else None,
+            "address": connection.address if connection else None,
+            "local_cluster": bool(connection and connection.own),
+            "ray_files": str(connection.scratch.path) if connection and connection.scratch else None,
+            "placement": gangs[0].placement.plan.describe() if gangs else None,
+            "notice_s": self._notices.seconds_left([connection.node_id]) if connection else None,
         }
 
     def take_stats(self) -> list[RankStats]:
@@ -198,43 +224,26 @@ class RayFleet:
         self._connection = connect(
             self.options.address,
             num_cpus=max(os.cpu_count() or 1, cpus),
-            num_gpus=0 if self._device == "cpu" else None,
+            num_gpus=0 if self._launcher.device == "cpu" else None,
         )
 
-    def _new_gang(self, index: int, generation: int) -> Gang:
-        nodes = [node for node in cluster_nodes() if self._notices.seconds_left([node.node_id]) is None]
-        gpus = self.options.gpus_per_rank
-        if gpus is None:
-            has_gpu = any(node.total.get("GPU", 0) for node in nodes)
-            gpus = 1.0 if self._device == "cuda" or (self._device == "auto" and has_gpu) else 0.0
-        bundle = rank_bundle(self.options.cpus_per_rank, gpus)
-        plan = plan_placement([dict(bundle) for _ in range(self.grid.gang_size)], nodes)
-        spec = RankSpec(
-            rank=-1,
-            world_size=self.grid.world_size,
-            gang=index,
-            generation=generation,
-            model_dir=self._model_dir,
-            engine_config=self._engine_config,
-            device="cpu" if not gpus else self._device,  # without a GPU of its own Ray hides none
-            num_threads=self.options.num_threads or max(1, int(self.options.cpus_per_rank)),
-            engine_factory=self._factory,
-            grid=self.grid.gang_grid(),
+    def _nodes(self) -> list[Node]:
+        """The machines that will stay."""
+        return [node for node in cluster_nodes() if self._notices.seconds_left([node.node_id]) is None]
+
+    def _launch(self, number: int) -> Gang:
+        """Ask for a gang, in the place of the one that had its number."""
+        nodes = self._nodes()
+        plan = self._launcher.plan(nodes)
+        gang = self._launcher.launch(
+            number, self._gangs.numbers(number), self._gangs.next_generation(number), plan
         )
-        gang = Gang(
-            index,
-            self.grid.gangs()[index],
-            spec,
-            plan,
-            name=self._name,
-            cp=self.grid.cp,
-            environment=rank_environment(self.grid, self.options.environment),
-            clock=self._clock,
-        )
-        own = self._connection is not None and self._connection.own
-        if own and not can_ever_hold(plan, nodes, self.grid.num_gangs):
-            gang.placement.remove()
-            raise gang.placement.failure(0, hopeless=True, copies=self.grid.num_gangs)
+        self._gangs.put(gang)
+        if self._connection is not None and self._connection.own:
+            held = num_held(plan, nodes)
+            if held < self.grid.num_gangs:
+                raise gang.placement.failure(0, hopeless=True, copies=self.grid.num_gangs)
+            self._elastic.most = min(self._elastic.most, held)  # no machine can join
         return gang
 
     # ---- one turn
@@ -245,9 +254,9 @@ class RayFleet:
 
         self._watch.looking()
         self._assign()
-        building = [gang for gang in self._gangs if gang.stage != "up"]
-        refs = list(self._mail) + [ref for gang in building for ref in gang.calls]
-        wait_s = min(wait_s, BUILD_POLL_S if building else self._watch.patience.ping_after / 2)
+        moving = [gang for gang in self._gangs if gang.stage != "up"]
+        refs = list(self._mail) + [ref for gang in moving for ref in gang.calls]
+        wait_s = min(wait_s, BUILD_POLL_S if moving else self._watch.patience.ping_after / 2)
         if refs:
             ray.wait(refs, num_returns=1, timeout=0 if self._ready else wait_s, fetch_local=True)
         elif not self._ready:
@@ -256,15 +265,17 @@ class RayFleet:
         done = ray.wait(list(self._mail), num_returns=len(self._mail), timeout=0)[0] if self._mail else []
         for ref in done:
             self._read(ref)
-        for gang in building:
-            self._build_on(gang)
+        for gang in moving:
+            if gang in self._gangs and not gang.leaving:
+                self._build_on(gang)
         self._look_after_ranks()
         self._heed_notices()
+        self._see_off()
         self._assign()
 
     def _assign(self) -> None:
         for rank, items in self.router.assign().items():
-            gang, member = self._member(rank)
+            gang, member = self._gangs.member(rank)
             for batch in in_calls(items):
                 self._mail[member.actor.submit.remote(batch)] = ("submit", gang, member)
 
@@ -316,16 +327,15 @@ class RayFleet:
 
         try:
             if gang.advance():
-                for rank in gang.ranks:
-                    assert rank.report is not None
-                    if self._takes_rows(rank):
-                        self.router.rank_up(rank.rank)
-                        self.router.credit(rank.rank, rank.report.wanted, rank.report.received)
-                    self._watch.heard(rank.rank, rank.report.heartbeat)
-                    self._collect(gang, rank)
+                self._stands(gang)
                 return
         except ray.exceptions.RayError as error:
             self._died(gang, None, f"while {gang.stage}: {describe_death(error)}")
+            return
+        except DeepInferError as error:
+            if not self._gangs.is_further(gang):
+                raise
+            self._died(gang, None, f"while {gang.stage}: {error}")
             return
         waited = self._clock() - gang.since
         if gang.stage == "placing" and waited > self._watch.patience.placement:
@@ -333,10 +343,28 @@ class RayFleet:
         elif gang.stage in ("creating", "meeting", "loading") and waited > self._watch.patience.start:
             self._died(gang, None, f"no engine after {waited:.0f} s of {gang.stage}")
 
+    def _stands(self, gang: Gang) -> None:
+        for rank in gang.ranks:
+            assert rank.report is not None
+            if self._takes_rows(rank):
+                self.router.rank_up(rank.rank)
+                self.router.credit(rank.rank, rank.report.wanted, rank.report.received)
+            self._watch.heard(rank.rank, rank.report.heartbeat)
+            self._collect(gang, rank)
+        self._elastic.built(self._clock() - gang.placed_at)
+        if self._gangs.is_further(gang):
+            self._elastic.joined(gang.index)
+            self.joined += 1
+            logger.warning("gang %d joined: %s", gang.index, ", ".join(map(str, gang.ranks)))
+
     def _placement_is_late(self, gang: Gang, waited_s: float) -> None:
         """Fatal at the start; later a gang waits as long as others run, and else for a while."""
-        others = any(other.stage == "up" for other in self._gangs)
+        others = any(other is not gang for other in self._gangs.up)
         limit_s = self._watch.patience.replacement
+        if self._gangs.is_further(gang):
+            if waited_s > limit_s:
+                self._died(gang, None, f"no place within {limit_s:g} s")
+            return
         if gang.generation > 0 and (others or waited_s < limit_s):
             if not gang.late:
                 gang.late = True
@@ -346,10 +374,74 @@ class RayFleet:
         copies = sum(other.stage == "placing" for other in self._gangs)
         raise gang.placement.failure(waited_s, copies=copies)
 
+    # ---- further gangs
+
+    def _resize(self) -> None:
+        """Ask for one more gang if it is worth it, and let those go that have nothing to do."""
+        up = len(self._gangs.up)
+        work = Work(
+            waiting=self.router.num_pending + self._expected,
+            running=self.router.num_in_flight,
+            room=self.router.wanted(),
+            ended=self._ended,
+            up=up,
+            coming=len(self._gangs) - up,
+        )
+        for gang in self._gangs.further:
+            why = self._elastic.may_leave(gang.index, self._rows_of(gang), work)
+            if why and not gang.leaving:
+                self._withdraw(gang, why)
+        if self._elastic.wants_another(work):
+            gang = self._launch(self._gangs.free_number())
+            logger.info("asked for gang %d, %s: %d rows wait", gang.index, gang.placement.name, work.waiting)
+
+    def _withdraw(self, gang: Gang, why: str) -> None:
+        """No more rows for a gang; `_see_off` does the rest."""
+        gang.leaving = True
+        for rank in gang.ranks:
+            self.router.withdraw(rank.rank)
+        does, rows = "leaves" if self._gangs.is_further(gang) else "moves", self._rows_of(gang)
+        first = f"; its {rows} rows in flight may end first" if rows else ""
+        logger.warning("gang %d %s: %s%s", gang.index, does, why, first)
+
+    def _heed_notices(self) -> None:
+        """A gang whose machine will be taken away goes somewhere else."""
+        if not self._notices.look():
+            return
+        for gang in self._gangs:
+            left = self._notices.seconds_left(gang.node_ids)
+            if left is not None and not gang.leaving:
+                when = "" if math.isinf(left) else f" in {left:.0f} s"
+                self._withdraw(gang, f"a machine of it will be taken away{when}")
+
+    def _see_off(self) -> None:
+        """Gangs that leave end the rows they have, then their loops, then themselves.
+
+        When a machine goes earlier than that, the rows that are left run elsewhere.
+        """
+        for gang in [gang for gang in self._gangs if gang.leaving]:
+            left = self._notices.seconds_left(gang.node_ids)
+            if left is None or left > FLUSH_S:
+                if gang.stage == "up" and self._rows_of(gang):
+                    continue
+                if gang.stage == "up":
+                    self._take_back(gang, guilty=None)  # no row: its mail, which loops that ended answer
+                    gang.stop()
+                if gang.stage == "stopping" and not gang.stopped():
+                    continue
+            self._take_back(gang, guilty=None)
+            gang.end(wait=False)
+            self._succeed(gang)
+
+    def _rows_of(self, gang: Gang) -> int:
+        """Rows in flight at a gang."""
+        loads = [self.router.load(rank.rank) for rank in gang.ranks]
+        return sum(len(load.in_flight) for load in loads if load)
+
     # ---- death
 
     def _look_after_ranks(self) -> None:
-        for gang in [gang for gang in self._gangs if gang.stage == "up"]:
+        for gang in self._gangs.up:
             since, cause = self._bereft.get(gang.index, (math.inf, ""))
             if self._clock() - since > BEREFT_S:
                 self._died(gang, None, cause)
@@ -357,7 +449,7 @@ class RayFleet:
             for rank in gang.ranks:
                 verdict = self._watch.verdict(rank.rank)
                 if verdict is not None:
-                    verdict += self._last_phases(gang)
+                    verdict += last_phases(gang, self._watch)
                     self._died(gang, rank, verdict)
                     break
                 if rank.pinging is None and self._watch.wants_ping(rank.rank):
@@ -367,30 +459,41 @@ class RayFleet:
     def _died(self, gang: Gang, rank: Rank | None, cause: str, *, own_fault: bool = False) -> None:
         """End what is left of the gang, take its rows back, start its successor.
 
-        A lost machine is nobody's fault: neither the rows nor the budget pay for it. In a gang of several
-        ranks the rows of the engine that failed are suspects; those of the others merely run again.
+        A lost machine is nobody's fault: neither the rows nor the budget pay for it, nor for a gang that was
+        leaving or never took a row though the fleet can do without it. In a gang of several ranks the rows of
+        the engine that failed are suspects; those of the others merely run again.
         own_fault: the rank lives and reported it, so its machine does.
         """
         who = str(rank) if rank else f"gang {gang.index}"
         machine = None if own_fault else lost_machine(gang.node_ids)
-        rows = self._take_back(gang, guilty=None if machine else rank)
+        excused = machine is not None or gang.leaving
+        further, stood = self._gangs.is_further(gang), gang.stage == "up"
+        rows = self._take_back(gang, guilty=None if excused else rank)
         self._bereft.pop(gang.index, None)
-        logger.warning(
-            "%s of generation %d died with %d rows in flight, which are redone: %s%s",
-            who, gang.generation, rows, f"its machine {machine} is gone; " if machine else "", cause,
-        )  # fmt: skip
-        gang.end(wait=machine is None)
-        if machine is None:
+        gone = f"its machine {machine} is gone; " if machine else ""
+        if further and not stood:
+            pause = self._elastic.failed()
+            logger.warning(
+                "gang %d did not join; the others go on, and it may be asked for again in %.0f s: %s%s",
+                gang.index, pause, gone, cause,
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "%s of generation %d died with %d rows in flight, which are redone: %s%s",
+                who, gang.generation, rows, gone, cause,
+            )  # fmt: skip
+        gang.end(wait=machine is None and not further)
+        if not excused and stood and further:
+            self._elastic.failed()
+        if not excused and (stood or not further):
             self._budget.death(rows, f"{who}: {cause}")
         self._succeed(gang)
 
     def _take_back(self, gang: Gang, guilty: Rank | None) -> int:
         """Forget a gang's ranks; how many rows they had, which wait again. Those of `guilty` are suspects."""
         self._mail = {ref: letter for ref, letter in self._mail.items() if letter[1] is not gang}
-        rows = 0
+        rows = self._rows_of(gang)
         for member in gang.ranks:
-            load = self.router.load(member.rank)
-            rows += len(load.in_flight) if load else 0
             blame = guilty is not None and guilty.rank // self.grid.cp == member.rank // self.grid.cp
             for result in self.router.lost(member.rank, blame_rows=blame):
                 self._ready.append(result)
@@ -399,31 +502,17 @@ class RayFleet:
         return rows
 
     def _succeed(self, gang: Gang) -> None:
-        self.restarts += 1
-        self._gangs[gang.index] = self._new_gang(gang.index, gang.generation + 1)
-
-    def _heed_notices(self) -> None:
-        """A gang whose machine will be taken away gets no more rows, ends those it has, and moves."""
-        if not self._notices.look():
+        """After a gang's end: another in its place if the fleet stands on it."""
+        if self._gangs.is_further(gang):
+            self.left += self._elastic.left(gang.index)
+            self._gangs.drop(gang)
             return
-        for gang in list(self._gangs):
-            left = self._notices.seconds_left(gang.node_ids)
-            if left is None:
-                continue
-            loads = [self.router.load(rank.rank) for rank in gang.ranks]
-            rows = sum(len(load.in_flight) for load in loads if load)
-            if not gang.leaving:
-                gang.leaving = True
-                for rank in gang.ranks:
-                    self.router.withdraw(rank.rank)
-                logger.warning(
-                    "a machine of gang %d will be taken away%s: its %d rows in flight may end, then it moves",
-                    gang.index, "" if math.isinf(left) else f" in {left:.0f} s", rows,
-                )  # fmt: skip
-            if gang.stage != "up" or not rows or left <= FLUSH_S:
-                self._take_back(gang, guilty=None)
-                gang.end(wait=False)
-                self._succeed(gang)
+        for other in self._gangs.further:
+            if other.stage == "placing":  # it would stand first in the queue for a place
+                other.end(wait=False)
+                self._gangs.drop(other)
+        self.restarts += 1
+        self._launch(gang.index)
 
     # ---- small things
 
@@ -431,56 +520,6 @@ class RayFleet:
         """Whether the rank is its engine's driver; followers get everything from theirs."""
         return rank.rank % self.grid.cp == 0
 
-    def _last_phases(self, gang: Gang) -> str:
-        """What each rank of a gang last said about itself: who hangs, and who merely waits for it."""
-        if len(gang.ranks) == 1:
-            return ""
-        beats = [(rank, self._watch.beat(rank.rank)) for rank in gang.ranks]
-        lines = [f"\n  {rank}: {beat if beat else 'never heard of'}" for rank, beat in beats]
-        return "; the ranks of its gang:" + "".join(lines)
-
-    def _member(self, number: int) -> tuple[Gang, Rank]:
-        gang = self._gangs[number // self.grid.gang_size]
-        return gang, next(rank for rank in gang.ranks if rank.rank == number)
-
     def _must_run(self) -> None:
         if not self._started or self._closed:
             raise RuntimeError("the fleet is not running; call start() first and nothing after close()")
-
-    def _status_of(self, gang: Gang) -> list[dict[str, Any]]:
-        entries = []
-        for number in gang.numbers:
-            member = next((rank for rank in gang.ranks if rank.rank == number), None)
-            load, beat = self.router.load(number), self._watch.beat(number)
-            entries.append(
-                {
-                    "rank": number,
-                    "gang": gang.index,
-                    "generation": gang.generation,
-                    "stage": gang.stage,
-                    "node": member.where.address if member else None,
-                    "pid": member.where.pid if member else None,
-                    "phase": beat.phase if beat else None,
-                    "step": beat.step if beat else None,
-                    "in_flight": len(load.in_flight) if load else 0,
-                    "done": load.done if load else 0,
-                }
-            )
-        return entries
-
-
-def describe_death(error: Exception) -> str:
-    """The telling part of a Ray error: its class and its first lines."""
-    text = str(error).strip() or repr(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:12])}"
-
-
-def own_arrays(result: WorkResult) -> WorkResult:
-    """The result with arrays of its own: large answers arrive as views that pin shared memory."""
-    record = result.result
-    for name in ("token_ids", "logprobs", "prompt_logprobs"):
-        array = getattr(record, name)
-        if isinstance(array, np.ndarray) and not array.flags.owndata:
-            setattr(record, name, array.copy())
-    return result

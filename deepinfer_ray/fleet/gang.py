@@ -2,8 +2,8 @@
 
 Knows: one placement group, its actors, the stages of coming up. Does not know: rows, credits, other gangs.
 
-    placing → creating → meeting → loading → up → ended        (`advance` moves on without blocking; `end`
-    from anywhere; a rank on its own meets nobody)
+    placing → creating → meeting → loading → up → stopping → ended      (`advance` moves on without blocking;
+    `end` from anywhere; a rank on its own meets nobody; only a gang that leaves in order is stopping)
 
 A gang is never repaired. When one of its ranks dies it is ended whole and a new one, of the next generation,
 with a new placement group, takes its place.
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CALL_THREADS = 8
 STOP_TIMEOUT_S = 10.0
 GONE_TIMEOUT_S = 10.0
+LOOK_SHARE, LOOK_MOST_S = 0.1, 1.0
+"""A gang that waits for its place looks again after this share of the time it has waited, at most so long."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Gang:
         self.spec = spec
         self.stage = "placing"
         self.ranks: list[Rank] = []
-        self.since = clock()
+        self.since = self.placed_at = clock()
         self.late = False
         self.leaving = False
         self.node_ids: list[str] = []
@@ -76,6 +78,7 @@ class Gang:
         self._actors: list[Any] = []
         self._calls: list[Any] = []  # one call an actor while creating or loading
         self._waiting: list[Any] = []  # those of them without an answer
+        self._look_at = 0.0
         self.placement = Placement(plan, f"{name}-gang{index}-g{spec.generation}", clock=clock)
 
     @property
@@ -95,7 +98,7 @@ class Gang:
         """
         import ray
 
-        if self.stage == "placing" and self.placement.placed():
+        if self.stage == "placing" and self._placed():
             self._create()
         if self.stage == "creating" and self._answered():
             self._number(ray.get(self._calls))
@@ -104,6 +107,14 @@ class Gang:
         if self.stage == "loading" and self._answered():
             self._stand(ray.get(self._calls))
         return self.stage == "up"
+
+    def _placed(self) -> bool:
+        """A look at the placement group, which is a call to the cluster, if it is time for one."""
+        now = self._clock()
+        if now < self._look_at:
+            return False
+        self._look_at = now + min(LOOK_MOST_S, LOOK_SHARE * (now - self.since))
+        return self.placement.placed()
 
     def _answered(self) -> bool:
         """Whether every pending call is done; a failed one raises at once, whatever the others do."""
@@ -130,6 +141,7 @@ class Gang:
             self._actors.append(ray.remote(RankActor).options(**options).remote(self._environment))
         self._calls = self._waiting = [actor.where.remote() for actor in self._actors]
         self.node_ids = self.placement.node_ids()
+        self.placed_at = self._clock()
         self._enter("creating")
 
     def _number(self, places: Sequence[RankWhere]) -> None:
@@ -174,7 +186,17 @@ class Gang:
 
     def stop(self) -> list[Any]:
         """Ask the loops to end after their step; references to wait for, at most `STOP_TIMEOUT_S`."""
-        return [rank.actor.stop.remote(STOP_TIMEOUT_S) for rank in self.ranks] if self.stage == "up" else []
+        if self.stage == "up":
+            self._calls = self._waiting = [rank.actor.stop.remote(STOP_TIMEOUT_S) for rank in self.ranks]
+            self._enter("stopping")
+        return self.calls if self.stage == "stopping" else []
+
+    def stopped(self) -> bool:
+        """Whether the loops have ended since `stop`, however, or had time enough."""
+        import ray
+
+        self._waiting = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)[1]
+        return not self._waiting or self._clock() - self.since > STOP_TIMEOUT_S
 
     def end(self, *, wait: bool = True) -> None:
         """Leave nothing: actors killed, the placement group removed. Legal in any stage, and twice.
@@ -204,6 +226,13 @@ class Gang:
             pings = [actor.ping.remote() for actor in self._actors]
             if pings:
                 ray.wait(pings, num_returns=len(pings), timeout=GONE_TIMEOUT_S)
+
+
+def describe_death(error: Exception) -> str:
+    """The telling part of a Ray error: its class and its first lines."""
+    text = str(error).strip() or repr(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:12])}"
 
 
 def start_error(rank: Rank, fault: RankFault) -> Exception:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.parallel.grid import RankGrid
 from deepinfer_ray.parallel.rendezvous import Rendezvous
@@ -121,3 +123,13 @@ def in_calls(items: Sequence[WorkItem]) -> Iterator[list[WorkItem]]:
         size += item_bytes
     if batch:
         yield batch
+
+
+def own_arrays(result: WorkResult) -> WorkResult:
+    """The result with arrays of its own: large answers arrive as views that pin shared memory."""
+    record = result.result
+    for name in ("token_ids", "logprobs", "prompt_logprobs"):
+        array = getattr(record, name)
+        if isinstance(array, np.ndarray) and not array.flags.owndata:
+            setattr(record, name, array.copy())
+    return result

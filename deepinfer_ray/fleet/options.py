@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.fleet.watch import Patience
 from deepinfer_ray.parallel.grid import RankGrid
 
@@ -19,7 +20,8 @@ class FleetOptions:
     address: cluster to join; None = RAY_ADDRESS, else a new local one. cpus_per_rank: logical CPUs of a
     bundle. gpus_per_rank: None = 1 when the device is `cuda`, or `auto` on a cluster with GPUs. num_threads:
     torch threads of a rank; None = cpus_per_rank rounded down, at least 1. max_restarts: deaths without
-    progress.
+    progress. max_gangs: up to so many gangs run at once while there are rows for them; None = those that the
+    grid asks for.
     """
 
     address: str | None = None
@@ -27,6 +29,7 @@ class FleetOptions:
     gpus_per_rank: float | None = None
     num_threads: int | None = None
     max_restarts: int = 3
+    max_gangs: int | None = None
     patience: Patience = field(default_factory=Patience)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -47,6 +50,16 @@ def fleet_grid(engine_config: Any, dp: int) -> RankGrid:
     cp, ep, engram = (getattr(parallel, name, 1) for name in ("cp", "ep", "engram"))
     dp = max(1, ep // cp) if dp == 1 else dp
     return RankGrid.build(dp=dp, cp=cp, ep=ep, engram=engram or (1 if cp == ep == 1 else 0))
+
+
+def most_gangs(grid: RankGrid, max_gangs: int | None) -> int:
+    """How many gangs may run at once; `ConfigError` when that is less than the grid asks for."""
+    if max_gangs is not None and max_gangs < grid.num_gangs:
+        raise ConfigError(
+            f"--max-gangs {max_gangs} is less than --dp {grid.dp} asks for, {grid.num_gangs} gangs from the "
+            f"start on ({grid}); raise --max-gangs or lower --dp"
+        )
+    return max_gangs or grid.num_gangs
 
 
 GANG_ENVIRONMENT = {

@@ -118,10 +118,10 @@ def _holds_all(node: Node, bundles: Sequence[Bundle]) -> bool:
     return all(node.total.get(name, 0.0) + 1e-9 >= amount for name, amount in _sum(bundles).items())
 
 
-def can_ever_hold(plan: PlacementPlan, nodes: Sequence[Node], copies: int = 1) -> bool:
-    """Whether these machines, empty, could hold so many copies of the plan. Bundles of a plan are alike.
+def num_held(plan: PlacementPlan, nodes: Sequence[Node], *, now: bool = False) -> int:
+    """How many copies of the plan these machines hold when empty; now: beside what is on them.
 
-    False is final only where no machine can join (a local cluster).
+    Bundles of a plan are alike.
     """
     bundle, wanted = plan.bundles[0], len(plan.bundles)
     rooms: Counter[str] = Counter()
@@ -130,8 +130,16 @@ def can_ever_hold(plan: PlacementPlan, nodes: Sequence[Node], copies: int = 1) -
             place = node.domain or node.node_id
         else:
             place = node.node_id if plan.strategy == "STRICT_PACK" else "cluster"
-        rooms[place] += node.room(bundle)
-    return sum(room // wanted for room in rooms.values()) >= copies
+        rooms[place] += node.room_now(bundle) if now else node.room(bundle)
+    return sum(room // wanted for room in rooms.values())
+
+
+def can_ever_hold(plan: PlacementPlan, nodes: Sequence[Node], copies: int = 1) -> bool:
+    """Whether these machines, empty, could hold so many copies of the plan.
+
+    False is final only where no machine can join (a local cluster).
+    """
+    return num_held(plan, nodes) >= copies
 
 
 def rank_order(

@@ -18,7 +18,9 @@ class Patience:
 
     step: how long one engine step may take. start: how long building an engine may take.
     placement: how long the first placement may take. replacement: how long a gang that was lost may wait for
-    a machine, which may have to be started first, while no other gang runs.
+    a machine, which may have to be started first, while no other gang runs; and how long a further gang waits
+    for its own. idle: how long a further gang may be without rows. retry: how long none is asked for after
+    one that did not come to stand; doubles with each failure.
     """
 
     ping_after: float = 5.0
@@ -27,6 +29,8 @@ class Patience:
     start: float = 1800.0
     placement: float = 45.0
     replacement: float = 900.0
+    idle: float = 60.0
+    retry: float = 30.0
 
 
 @dataclass
