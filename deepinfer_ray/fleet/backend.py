@@ -64,6 +64,15 @@ class ReportsStats(Protocol):
 
 
 @runtime_checkable
+class Grows(Protocol):
+    """What a backend may offer beside `Backend`: it becomes larger and smaller with the work."""
+
+    def expect(self, items: int) -> None:
+        """About how many items will be submitted from now on; said again when that has changed."""
+        ...
+
+
+@runtime_checkable
 class Backend(Protocol):
     """Runs work items; every submitted item comes back exactly once through `poll`.
 

@@ -133,7 +133,11 @@ def read_course(runs: Sequence[RunStats], points: int = POINTS) -> Course:
             rank = ranks.setdefault(number, [])
             rank.append(mine)
             lane = _rank(course, number)
-            lane.segments += segments(mine, begin, end, max(1, points // max(1, len(runs))))
+            for start, stop in spans(run, number):
+                inside = [i for i in mine if start <= i.t - begin <= stop]
+                lane.segments += segments(
+                    inside, begin + start, begin + stop, max(1, points // max(1, len(runs)))
+                )
         begin = end
     job = [i for i in shifted if i.who == JOB]
     course.tokens = int(sum(i.sums.get("prompt_tokens", 0) + i.sums.get("completion_tokens", 0) for i in job))
@@ -158,6 +162,12 @@ def read_course(runs: Sequence[RunStats], points: int = POINTS) -> Course:
         course.accepted_lengths = _lengths(course.accepted_lengths, mine, "accepted_lengths")
     course.ranks.sort(key=lambda rank: rank.rank)
     return course
+
+
+def spans(run: RunStats, number: int) -> list[tuple[float, float]]:
+    """From when to when a rank was there, in seconds of the run; ranks that neither came nor went always."""
+    noted = run.extra.get("further", {}).get(str(number), [[0.0, None]])
+    return [(start, run.seconds if stop is None else stop) for start, stop in noted]
 
 
 def _rank(course: Course, number: int) -> RankCourse:

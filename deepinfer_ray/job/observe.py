@@ -69,6 +69,7 @@ class Observer:
         self._slowest: list[tuple[float, str, int, int]] = []
         self._before: dict[str, float] = {}
         self._ranks: dict[int, tuple[int, Mapping[str, Any]]] = {}
+        self._further: dict[int, list[list[float | None]]] = {}
 
     def sent(self, items: Sequence[WorkItem]) -> None:
         """Items go to the backend."""
@@ -122,6 +123,7 @@ class Observer:
         means = {"in_flight": float(in_flight), "ranks_up": float(up)}
         self._stats.add(Interval("job", now - self._started, now - self._turned, sums, means))
         self._turned = now
+        self._note_further(status, now - self._started)
         if isinstance(backend, ReportsStats):
             for pulse in backend.take_stats():
                 self._rank(pulse, now - self._started)
@@ -152,6 +154,23 @@ class Observer:
                 {name: float(now[name]) for name in RANK_MEANS if now.get(name) is not None},
             )
         )
+
+    def _note_further(self, status: Mapping[str, Any], t: float) -> None:
+        """From when to when the ranks of further gangs were there; None = still there."""
+        assert self._stats is not None
+        if "gangs" not in status:
+            return
+        least = status["gangs"]["least"]
+        there = {
+            rank["rank"] for rank in status["ranks"] if rank["gang"] >= least and rank["stage"] != "placing"
+        }
+        before = {number for number, spans in self._further.items() if spans[-1][1] is None}
+        for number in there - before:
+            self._further.setdefault(number, []).append([round(t, 2), None])
+        for number in before - there:
+            self._further[number][-1][1] = round(t, 2)
+        if there != before:
+            self._stats.set("further", {str(number): spans for number, spans in self._further.items()})
 
     def _note_slowest(self) -> None:
         if self._stats is None or not self._slowest:

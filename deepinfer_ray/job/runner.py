@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from deepinfer_ray.errors import JobError
-from deepinfer_ray.fleet.backend import Backend, WorkItem, WorkResult
+from deepinfer_ray.fleet.backend import Backend, Grows, WorkItem, WorkResult
 from deepinfer_ray.job.commits import Commits, Committed
 from deepinfer_ray.job.feeder import FedRow, Feeder
 from deepinfer_ray.job.observe import Observer
@@ -62,6 +62,7 @@ class Runner:
     it left open parts because the process is about to be killed.
 
     kept: rows of a part that an earlier run finished and that are not to be run again (`--retry-errors`).
+    rows_left: that the feeder has, for a backend that grows with them.
     before: counts of the parts that were committed earlier, for the error rate. min_rows_for_rate: rows that
     must have ended before their error rate can stop a job; the end of a job always checks it.
     """
@@ -75,6 +76,7 @@ class Runner:
         progress: Progress,
         signals: StopSignals,
         before: Counts,
+        rows_left: int = 0,
         max_error_rate: float = 1.0,
         min_rows_for_rate: int = 100,
         deadline: float | None = None,
@@ -92,6 +94,7 @@ class Runner:
         self._progress = progress
         self._signals = signals
         self._before = before
+        self._rows_left = rows_left
         self._max_error_rate = max_error_rate
         self._min_rows_for_rate = min_rows_for_rate
         self._deadline = deadline
@@ -301,14 +304,21 @@ class Runner:
         )
 
     def _look(self, *, last: bool = False) -> None:
-        """Ask the backend how it is, and note it."""
+        """Ask the backend how it is, and note it; tell it how much is still to come."""
         self._asked = self._clock()
+        if isinstance(self._backend, Grows):
+            self._backend.expect(self._to_come())
         status = self._backend.status()
         self.restarts = int(status.get("restarts", 0))
         notice_s = status.get("notice_s")
         if notice_s is not None and not self._signals.announced:
             self._signals.announce(notice_s)
         self._observer.turn(self._ended, self.parts, status, self._backend, last=last)
+
+    def _to_come(self) -> int:
+        """About how many items are still to be submitted: those that wait here, and those of unread rows."""
+        unread = 0 if self._ending is not None else max(0, self._rows_left - self._read)
+        return len(self._ahead) + (unread * self._next_key // self._read if self._read else unread)
 
     def _show(self, *, force: bool = False) -> None:
         if self._clock() - self._asked >= STATUS_S:

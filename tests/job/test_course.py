@@ -129,6 +129,19 @@ def test_speed_is_what_ranks_computed_where_they_say_so():
     assert course.tokens == 90
 
 
+def test_a_rank_has_no_lane_while_it_was_not_there():
+    run = RunStats(
+        {"further": {"1": [[2.0, 6.0], [8.0, None]]}},
+        [job(10.0, 10.0), rank(4.0, who="1", decode=1.0), rank(9.0, who="1", decode=1.0)],
+    )
+    lane = read_course([run, run]).ranks[0]
+    assert lane.segments[:6] == [
+        (2.0, 3.0, "starting"), (3.0, 4.0, "decode"), (4.0, 6.0, "idle"),
+        (8.0, 9.0, "decode"), (9.0, 10.0, "idle"), (12.0, 13.0, "starting"),
+    ]  # fmt: skip
+    assert lane.shares()["idle"] == pytest.approx(0.5)
+
+
 def test_nothing_gives_an_empty_course():
     course = read_course([])
     assert course.as_dict()["seconds"] == 0

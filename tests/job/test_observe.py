@@ -148,3 +148,21 @@ def test_metrics_are_set_up_once_the_driver_is_part_of_a_cluster(clock, monkeypa
     assert sink.values["row_seconds"] == 0.5
     assert sink.values["rows", "ok"] == 2
     assert (sink.values["rows_left"], sink.values["ranks_up"]) == (5, 1)
+
+
+def test_ranks_that_join_and_leave_are_noted_with_their_times(store, clock, observer):
+    def ranks(*stages):
+        return [
+            {"rank": rank, "gang": rank, "stage": stage} for rank, stage in enumerate(stages) if stage
+        ]
+
+    turns = [
+        ("up",), ("up", "placing"), ("up", "loading"), ("up", "up"), ("loading", "up"), ("up",), ("up", "up")
+    ]  # fmt: skip
+    for second, stages in enumerate(turns):
+        clock.now = float(second)
+        status = {"ranks": ranks(*stages), "gangs": {"least": 1}}
+        observer.turn(Counts(), 0, status, StubBackend())
+    observer.close()
+    (run,) = read_stats(store)
+    assert run.extra["further"] == {"1": [[2.0, 5.0], [6.0, None]]}
