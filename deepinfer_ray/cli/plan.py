@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 import typing
+import unicodedata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -111,7 +112,8 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         prompt = found["first_prompt"]
         cut = prompt["text"][:SHOWN_PROMPT_CHARACTERS]
         more = f" … ({len(prompt['text']):,} characters)" if len(cut) < len(prompt["text"]) else ""
-        line(f"\nfirst prompt ({prompt['row_id']}, {prompt['tokens']:,} tokens):\n{cut}{more}")
+        line(f"\nfirst prompt ({printable(prompt['row_id'])}, {prompt['tokens']:,} tokens):")
+        line(printable(cut, keep="\n\t") + more)
     for problem in found["problems"]:
         line(f"\nproblem: {problem}")
 
@@ -127,7 +129,7 @@ def _print_rows(line: typing.Callable[[str], None], found: dict[str, Any]) -> No
         return
     line(f"bad rows:    {found['bad_rows']:,}")
     for code, error in found["errors"].items():
-        line(f"  {code}: {error['rows']:,}, e.g. {error['row_id']}: {error['message']}")
+        line(f"  {code}: {error['rows']:,}, e.g. {printable(error['row_id'])}: {error['message']}")
     line(
         f"prompt tokens: {tokens['total']:,} (min {tokens['min']:,}, median {tokens['median']:,}, "
         f"mean {tokens['mean']:,.1f}, p90 {tokens['p90']:,}, p99 {tokens['p99']:,}, max {tokens['max']:,})"
@@ -137,6 +139,14 @@ def _print_rows(line: typing.Callable[[str], None], found: dict[str, Any]) -> No
         bar = "█" * round(bucket["rows"] / most * BAR) or ("▏" if bucket["rows"] else "")
         line(f"  {bucket['from']:>9,}–{bucket['to']:<9,} {bucket['rows']:>11,} {bar}")
     line(f"completion tokens: at most {found['max_completion_tokens']:,}")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with control characters, which a terminal would obey, as escapes; but for those in `keep`."""
+    return "".join(
+        ascii(char)[1:-1] if unicodedata.category(char) == "Cc" and char not in keep else char
+        for char in text
+    )
 
 
 def _counted(count: int, word: str) -> str:
@@ -167,10 +177,10 @@ def _print_fit(console: Console, found: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     cpu = found["cpu"]
-    caches = cpu["problem"] or (
-        f"{cpu['blocks']:,} blocks and {cpu['slots']:,} slots for {cpu['cache_tokens']:,} tokens"
-    )
-    console.print(f"caches of a CPU rank: {caches}", markup=False, soft_wrap=True)
+    caches = f"caches of a rank: {cpu['blocks']:,} blocks and {cpu['slots']:,} slots for "
+    caches += f"{cpu['cache_tokens']:,} tokens"
+    shown = f"does not fit: {cpu['problem']}" if cpu["problem"] else caches
+    console.print(f"without a GPU: {shown}", markup=False, soft_wrap=True)
 
 
 def _print_placement(line: typing.Callable[[str], None], found: dict[str, Any]) -> None:

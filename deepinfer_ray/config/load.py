@@ -7,6 +7,7 @@ Every complaint names the key, the value and its source; an unknown key gets the
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -207,6 +208,9 @@ def load_config(
         if name.startswith(ENV_PREFIX):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             layers.set(key, parse_text(text), f"environment variable {name}")
+        elif name.startswith("DEEPINFER") and "__" in name:  # one that was meant for us
+            meant = re.sub("DEEPINFER_*(RAY)?_*", ENV_PREFIX, name, count=1)
+            raise ConfigError(f"environment variable {name} is not read; did you mean {meant}?")
     for item in sets:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():

@@ -26,7 +26,7 @@ from deepinfer_ray.errors import InputError
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory, resolve_factory
 from deepinfer_ray.fleet.messages import RankSpec
 from deepinfer_ray.job import values
-from deepinfer_ray.job.columns import Columns
+from deepinfer_ray.job.columns import Columns, no_column
 from deepinfer_ray.job.ids import id_strings
 from deepinfer_ray.job.prepare import prepare_rows
 from deepinfer_ray.job.schema import check_names
@@ -119,8 +119,7 @@ class BatchPredictor:
         check_names(batch.column_names, self._prefix, "the data set")
         for name in _named(self._columns):
             if name not in batch.column_names:
-                there = ", ".join(batch.column_names) or "none"
-                raise InputError(f"the data set has no column {name}; its columns are: {there}")
+                raise InputError(f"the data set {no_column(name, batch.column_names)}")
         return batch
 
     def _encode(self, table: pa.Table) -> tuple[list[RowOutcome], list[Request], dict[int, tuple[int, int]]]:

@@ -5,12 +5,17 @@ Knows: column names and which belong together. Does not know: values, rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepinfer_ray.config.job import JobConfig
+from deepinfer_ray.config.names import nearest_name
 from deepinfer_ray.errors import ConfigError, InputError
 from deepinfer_ray.job.openai_rows import BODY, CUSTOM_ID, METHOD, URL
 from deepinfer_ray.job.plan import InputFile
+
+SHOWN_COLUMNS = 20
+"""Names that a message lists; a table may have thousands of columns."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,13 @@ class Columns:
         """Raises `InputError` naming the missing column, those that are there and the flag for another."""
         for kind, name in self.__dict__.items():
             if name is not None and name not in file.schema.names:
-                there = ", ".join(file.schema.names) or "none"
                 flag = "" if self.batch else f". Give another with --{kind.replace('_', '-')}-column"
-                raise InputError(f"{file.name} has no column {name}; its columns are: {there}{flag}")
+                raise InputError(f"{file.name} {no_column(name, file.schema.names)}{flag}")
+
+
+def no_column(name: str, there: Sequence[str]) -> str:
+    """`has no column X; …`: the nearest name there is, and the first ones of those that are there."""
+    nearest = nearest_name(name, there)
+    meant = f"did you mean {nearest}? " if nearest else ""
+    more = f" and {len(there) - SHOWN_COLUMNS:,} more" if len(there) > SHOWN_COLUMNS else ""
+    return f"has no column {name}; {meant}its columns are: {', '.join(there[:SHOWN_COLUMNS]) or 'none'}{more}"

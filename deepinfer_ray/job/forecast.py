@@ -11,22 +11,24 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import RunConfig
 from deepinfer_ray.engine.fit import fit_problem, fit_table
 from deepinfer_ray.errors import CheckpointError, ConfigError, DeepInferError
+from deepinfer_ray.fleet.options import most_gangs
 from deepinfer_ray.fleet.topology import (
     Node,
     can_ever_hold,
     demand_and_supply,
+    num_held,
     plan_placement,
     rank_bundle,
 )
+from deepinfer_ray.job.cpu_fit import cpu_fit
 from deepinfer_ray.job.ids import check_ids
 from deepinfer_ray.job.ledger import SUMMARY
 from deepinfer_ray.job.plan import InputPlan
-from deepinfer_ray.job.prepare import RowSetup, Say, checked_plan, prepare_rows
+from deepinfer_ray.job.prepare import RowSetup, Say, checked_plan, prepare_rows, refuse_places
 from deepinfer_ray.job.store import Store
 from deepinfer_ray.job.survey import Survey, survey
 from deepinfer_ray.model.engram_ids import load_tokenizer
@@ -48,8 +50,12 @@ def forecast(
     Raises `ConfigError`, `CheckpointError`, `InputError` as `generate` would, and `PlacementError` when
     RAY_ADDRESS does not answer.
     """
-    if config.model.path is None:
+    if not config.model.path:
         raise ConfigError("no model: give --model with a checkpoint directory")
+    if tokens_per_second is not None and tokens_per_second <= 0:
+        raise ConfigError(f"--tokens-per-second {tokens_per_second:g}: a speed is greater than 0")
+    if config.job.output:
+        refuse_places(config.job, config.model.path)
     model = ModelConfig.load(config.model.path)
     engine = config.engine.resolve(model)
     asked = config.parallel
@@ -70,6 +76,9 @@ def forecast(
     nothing_fits = fit_problem(fits, grid.ep)
     if nothing_fits and (on_gpu or engine.runtime.backend != "cpu"):
         problems.append(nothing_fits)
+    on_cpu = cpu_fit(model, engine, grid, fits, local=cluster is None)
+    if on_cpu.problem and engine.runtime.backend == "cpu":
+        problems.append(f"ranks do not fit on a CPU: {on_cpu.problem}")
     found: dict[str, Any] = {
         **_rows(config, say, progress, problems),
         "grid": {
@@ -82,8 +91,8 @@ def forecast(
             "text": str(grid),
         },
         "fit": [fit.as_dict() for fit in fits],
-        "cpu": _cpu_fit(model, engine),
-        "placement": _placement(grid, cluster, on_gpu, problems),
+        "cpu": on_cpu.as_dict(),
+        "placement": _placement(grid, cluster, on_gpu, problems, most_gangs(grid, config.job.max_gangs)),
     }
     found["estimate"] = _estimate(found, config, tokens_per_second)
     return {**found, "problems": problems}
@@ -147,27 +156,6 @@ def _committed(config: RunConfig, plan: InputPlan) -> int:
     return sum(part.rows for part in plan.iter_parts() if part.name in there) if there else 0
 
 
-def _cpu_fit(model: ModelConfig, engine: EngineConfig) -> dict[str, Any]:
-    """Caches of a CPU rank, whose budget is an option of its own."""
-    from deepinfer_ray.cache.layout import CacheLayout
-    from deepinfer_ray.engine.capacity import plan_capacity
-    from deepinfer_ray.ops.numerics import Numerics
-
-    layout = CacheLayout.build(
-        model, Numerics(engine.numerics), engine.num_drafts, max_backtracking=engine.max_backtracking
-    )
-    try:
-        capacity = plan_capacity(layout, engine, engine.cache.cpu_budget_bytes)
-    except ConfigError as error:
-        return {"blocks": 0, "slots": 0, "cache_tokens": 0, "problem": str(error)}
-    return {
-        "blocks": capacity.num_blocks,
-        "slots": capacity.num_slots,
-        "cache_tokens": capacity.tokens,
-        "problem": None,
-    }
-
-
 def _nodes_of_ray_address() -> tuple[str, list[Node]] | None:
     address = os.environ.get("RAY_ADDRESS")
     if not address or address == "local":
@@ -183,20 +171,33 @@ def _nodes_of_ray_address() -> tuple[str, list[Node]] | None:
 
 
 def _placement(
-    grid: RankGrid, cluster: tuple[str, list[Node]] | None, on_gpu: bool, problems: list[str]
+    grid: RankGrid,
+    cluster: tuple[str, list[Node]] | None,
+    on_gpu: bool,
+    problems: list[str],
+    most_gangs: int,
 ) -> dict[str, Any]:
-    """Where the ranks would stand now."""
+    """Where the ranks would stand now, and how many gangs there is room for."""
+    further = most_gangs - grid.num_gangs
     if cluster is None:
         text = (
             f"no cluster (RAY_ADDRESS is not set): a local Ray on this machine, {os.cpu_count()} cores for "
             f"{grid.world_size} ranks"
         )
-        return {"cluster": None, "nodes": [], "possible": None, "text": text}
+        if further:
+            text += f"; up to {most_gangs} gangs of {grid.gang_size} as long as cores are free"
+        return {"cluster": None, "nodes": [], "possible": None, "gangs_now": None, "text": text}
     address, nodes = cluster
     bundle = rank_bundle(CPUS_PER_RANK, 1.0 if on_gpu else 0.0)
     wanted = plan_placement([bundle] * grid.gang_size, nodes)
     possible = can_ever_hold(wanted, nodes, grid.num_gangs)
     text = f"on {address}: {grid.num_gangs} gangs, each {wanted.describe()}"
+    gangs_now = num_held(wanted, nodes, now=True)
+    if further:
+        text += (
+            f"; up to {most_gangs} gangs while there is work for them: room for {gangs_now} now, for "
+            f"{num_held(wanted, nodes)} when the machines are empty"
+        )
     if wanted.warning:
         text += f"; {wanted.warning}"
     if not possible:
@@ -216,6 +217,7 @@ def _placement(
             for node in nodes
         ],
         "possible": possible,
+        "gangs_now": gangs_now,
         "text": text,
     }
 

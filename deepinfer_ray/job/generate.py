@@ -226,6 +226,7 @@ class _Run:
             progress=self._progress,
             signals=self._signals,
             before=self._before,
+            rows_left=self.rows_left,
             max_error_rate=job.max_error_rate,
             min_rows_for_rate=job.min_rows_for_error_rate,
             deadline=None if job.deadline_s is None else self._started + job.deadline_s,
@@ -264,7 +265,8 @@ class _Run:
         total.add(self._before)
         total.add(run)
         left = self._plan.rows - total.rows
-        if not left and not exit_code:
+        if not left and error is None and not self._stopped_at_once:
+            exit_code = 0  # a signal that came when every row was under way has cost nothing
             error = self._write_results()
             exit_code = error.exit_code if error else 0
         summary = Summary(

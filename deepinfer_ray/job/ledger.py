@@ -241,7 +241,7 @@ def describe_changes(before: Any, now: Any, where: str = "") -> list[str]:
 def _short(value: Any) -> str:
     if value is None:
         return "none"
-    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+    text = json.dumps(value, ensure_ascii=False) if value == "" or not isinstance(value, str) else value
     return text if len(text) <= 40 else f"{text[:12]}…"
 
 

@@ -5,6 +5,7 @@ Knows: paths, names, kinds of files. Does not know: what is in them, rows, parts
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -78,6 +79,14 @@ def would_read(location: str, output: str) -> bool:
     if f"{root.rstrip('/')}/".startswith(f"{path.rstrip('/')}/"):
         return True
     return bool(re.fullmatch(_glob_pattern(path), f"{root.rstrip('/')}/part-000000-0000.parquet"))
+
+
+def same_directory(location: str, other: str) -> bool:
+    """Whether both are one directory; a local one by whatever path or link."""
+    (filesystem, path), (other_system, other_path) = resolve(location), resolve(other)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        path, other_path = os.path.realpath(path), os.path.realpath(other_path)
+    return filesystem.equals(other_system) and path.rstrip("/") == other_path.rstrip("/")
 
 
 def _expand(location: str) -> tuple[list[FoundFile], int]:

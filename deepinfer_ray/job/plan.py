@@ -19,7 +19,7 @@ from pyarrow import fs as pafs
 
 from deepinfer_ray.errors import InputError, RowError
 from deepinfer_ray.job import jsonl
-from deepinfer_ray.job.locate import FoundFile, FoundFiles, Kind, locate
+from deepinfer_ray.job.locate import KINDS, FoundFile, FoundFiles, Kind, locate
 
 PART_BYTES = 64 << 20
 """Uncompressed input bytes that a part aims to stay below; rows of wide files go into smaller parts."""
@@ -176,8 +176,11 @@ def _read_footer(
             source.seek(size - 8 - footer)
             digest = hashlib.sha256(source.read(footer)).hexdigest()
     except (OSError, pa.ArrowException) as error:
+        advice = "Input is Parquet (.parquet) or JSON lines (.jsonl)"
+        if found.path.endswith(tuple(KINDS)):
+            advice = "Repair it or leave it out"
         raise InputError(
-            f"the input file {found.path} cannot be read as Parquet: {error}. Repair it or leave it out"
+            f"the input file {found.path} cannot be read as Parquet: {str(error).rstrip('.')}. {advice}"
         ) from None
     rows, steps = [], []
     for index in range(metadata.num_row_groups):

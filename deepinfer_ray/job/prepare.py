@@ -19,12 +19,12 @@ from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.config.job import PROMPT_MAX_TOKENS, JobConfig, RunConfig
 from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.grammar_spec import GrammarLimits
-from deepinfer_ray.errors import ConfigError, RowError
+from deepinfer_ray.errors import CheckpointError, ConfigError, RowError
 from deepinfer_ray.job.chat_rows import ChatPrompts, ChatRules
 from deepinfer_ray.job.columns import Columns
 from deepinfer_ray.job.completion import CompletionReader
 from deepinfer_ray.job.encode import Encoder, RowRules
-from deepinfer_ray.job.locate import locate, would_read
+from deepinfer_ray.job.locate import locate, same_directory, would_read
 from deepinfer_ray.job.openai_rows import BatchPrompts, is_batch
 from deepinfer_ray.job.plan import InputPlan, plan_input
 from deepinfer_ray.job.prompts import PromptKind, RowSize, TextPrompts, TokenPrompts
@@ -106,12 +106,12 @@ class Prepared(RowSetup):
 def prepare(config: RunConfig, say: Say) -> Prepared:
     """Check everything and say what is defaulted. Raises `ConfigError`, `CheckpointError`, `InputError`."""
     job = config.job
-    if not job.input:
+    if not any(job.input):
         raise ConfigError("no input: give --input with Parquet or JSONL files, directories or globs")
     if not job.output:
         raise ConfigError("no output: give --output with a directory")
+    refuse_places(job, config.model.path)
     setup = prepare_rows(config, say)
-    _refuse_nested(job)
     plan = checked_plan(setup, say)
     return Prepared(**setup.__dict__, plan=plan)
 
@@ -138,9 +138,7 @@ def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
     """Model, columns and sampling, without an input. Raises `ConfigError`, `CheckpointError`."""
     job = config.job
     columns = _columns(job, say)
-    if config.model.path is None:
-        raise ConfigError("no model: give --model with a checkpoint directory")
-    model_dir = Path(config.model.path)
+    model_dir = model_directory(config.model.path)
     model = ModelConfig.load(model_dir)
     engine = config.engine.resolve(model)
     text = None
@@ -150,6 +148,8 @@ def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
     if columns.chats:
         _say_chat_lengths(job, say, batch=columns.batch is not None)
     else:
+        if unused := sorted(job.chat.model_dump(exclude_defaults=True)):
+            say(f"without effect, as the rows are no chats (--messages-column): {', '.join(unused)}")
         if job.sampling.max_tokens is None:
             say(f"max_tokens {PROMPT_MAX_TOKENS} a row (the default; --max-tokens changes it)")
         sampling.setdefault("max_tokens", PROMPT_MAX_TOKENS)
@@ -169,6 +169,15 @@ def prepare_rows(config: RunConfig, say: Say) -> RowSetup:
     setup = RowSetup(job, engine, model, model_dir, columns, rules, chat, text)
     setup.encoder()  # a tokenizer without the control tokens of chats is refused now
     return setup
+
+
+def model_directory(path: str | None) -> Path:
+    """Raises `ConfigError` for none, `CheckpointError` for a file."""
+    if not path:
+        raise ConfigError("no model: give --model with a checkpoint directory")
+    if Path(path).is_file():
+        raise CheckpointError(f"the model {path} is a file; give its directory, {Path(path).parent}")
+    return Path(path)
 
 
 def _columns(job: JobConfig, say: Say) -> Columns:
@@ -199,14 +208,22 @@ def _say_chat_lengths(job: JobConfig, say: Say, *, batch: bool) -> None:
         )
 
 
-def _refuse_nested(job: JobConfig) -> None:
-    """An output inside an input directory would be read as input by the next run."""
+def refuse_places(job: JobConfig, model: str | None) -> None:
+    """Refuse an output whose parts would mix with what is read. Raises `ConfigError`."""
+    output = str(job.output)
     for location in job.input:
-        if would_read(location, str(job.output)):
+        if not location:
+            raise ConfigError("an --input is an empty text; give a file, a directory or a glob")
+        if would_read(location, output):
             raise ConfigError(
-                f"the output {job.output} lies inside the input {location}: its parts would become input. "
+                f"the output {output} lies inside the input {location}: its parts would become input. "
                 "Give an output beside it"
             )
+    if model and same_directory(model, output):
+        raise ConfigError(
+            f"the output {output} is the model's directory, which must stay as it is: its files decide "
+            "whether a job can be resumed. Give a directory of its own"
+        )
 
 
 def _sampling(job: JobConfig, model_dir: Path, say: Say) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -32,6 +33,8 @@ COPY_BYTES = 64 << 20
 PUT_DELAYS_S = (0.5, 2.0, 8.0)
 """Waits between the tries of an upload."""
 
+_ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/")
+
 
 def resolve(location: str) -> tuple[pafs.FileSystem, str]:
     """(file system, path on it) of a local path or a URI such as `s3://bucket/key` or `hf://datasets/…`.
@@ -39,6 +42,11 @@ def resolve(location: str) -> tuple[pafs.FileSystem, str]:
     Raises `ConfigError` for a URI that no file system takes.
     """
     if "://" not in location:
+        if scheme := _ONE_SLASH.match(location):  # else a typo would fill the local disk
+            raise ConfigError(
+                f"cannot use the location {location}: a URI begins with {scheme[1]}://. "
+                f"For a local directory of that name write ./{location}"
+            )
         return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
     try:
         filesystem, path = pafs.FileSystem.from_uri(location)

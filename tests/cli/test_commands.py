@@ -53,3 +53,17 @@ def test_a_wrong_option_stops_every_command_before_it_starts(
     assert "did you mean 'scheduler.max_seqs'?" in str(error)
     assert not (tmp_path / "here").exists()
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("start", ["DEEPINFER_RAY_", "DEEPINFER__", "DEEPINFERRAY__"])
+def test_a_variable_that_was_meant_for_us_is_not_left_unread(
+    start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{start}SCHEDULER__MAX_SEQS", "4")
+    monkeypatch.setenv("DEEPINFER_RAY_SERVICE_HOST", "10.0.0.1")  # what Kubernetes sets beside a service
+    error = CliRunner().invoke(app, ["generate"]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        f"environment variable {start}SCHEDULER__MAX_SEQS is not read; did you mean "
+        "DEEPINFER_RAY__SCHEDULER__MAX_SEQS?"
+    )

@@ -101,7 +101,7 @@ def test_chats_are_shown_as_the_model_sees_them(look, tmp_path):
     assert text.endswith("<｜User｜>hi <｜User｜><｜Assistant｜><think>")
 
 
-def test_what_forbids_a_job_forbids_its_plan(look, tmp_path):
+def test_what_forbids_a_job_forbids_its_plan(look, model, tmp_path):
     pq.write_table(pa.table({"prompt": ["a", "b"], "id": ["x", "x"]}), tmp_path / "in.parquet")
     with pytest.raises(InputError, match="the id 'x' of column id occurs twice"):
         look(input=[str(tmp_path)], id_column="id", device="cpu")
@@ -111,6 +111,13 @@ def test_what_forbids_a_job_forbids_its_plan(look, tmp_path):
         look(model=None)
     with pytest.raises(ConfigError, match="not divisible by ep = 2"):
         look(dp=3, ep=2)
+    with pytest.raises(ConfigError, match="is the model's directory"):
+        look(input=[str(tmp_path)], output=model)
+    with pytest.raises(ConfigError, match="lies inside the input"):
+        look(input=[str(tmp_path)], output=str(tmp_path / "out"))
+    for speed in (0.0, -5.0):
+        with pytest.raises(ConfigError, match=f"--tokens-per-second {speed:g}: a speed is greater than 0"):
+            look(tokens_per_second=speed)
 
 
 def test_nothing_is_written_and_what_is_done_is_seen(look, tmp_path):
@@ -145,6 +152,14 @@ def test_placement_on_a_cluster(look):
     assert "2 gangs, each 8 × {CPU: 1, GPU: 1}, STRICT_PACK within one ray.io/gpu-domain" in placement["text"]
     assert [one["ranks_empty"] for one in placement["nodes"]] == [8, 8, 0]
     assert found["problems"] == []
+    assert placement["gangs_now"] == 2
+    assert "up to" not in placement["text"]
+    free = Node("f" * 32, "10.0.0.4", nodes[0].total, {"CPU": 64.0, "GPU": 7.0}, nodes[0].labels)
+    text = look([*nodes, free], dp=8, ep=8, device="cuda", max_gangs=5)["placement"]["text"]
+    assert "; up to 5 gangs while there is work for them: room for 2 now, for 3 when the machines" in text
+    assert "up to 5 gangs of 8 as long as cores" in look(dp=8, ep=8, max_gangs=5)["placement"]["text"]
+    with pytest.raises(ConfigError, match="--max-gangs 1 is less than --dp 16 asks for, 2 gangs from the"):
+        look(nodes, dp=16, ep=8, max_gangs=1)
     found = look(nodes, dp=32, ep=16, device="cuda", engram=16)
     assert found["placement"]["possible"] is False
     (problem,) = found["problems"]
@@ -158,6 +173,23 @@ def test_the_released_model_on_one_gpu_a_rank(look):
     assert problem.startswith("EP 1 fits on none of H100, H200, B200")
     assert found["rows"] is None
     assert look(model=str(RELEASED), nodes=[node(1)], dp=8, ep=8, device="cuda")["problems"] == []
+
+
+def test_the_released_model_without_a_gpu(look):
+    """Figures of caches would be about a rank that cannot be."""
+    found = look(model=str(RELEASED), dp=2, ep=2, device="cpu")
+    cpu = found["cpu"]
+    assert (cpu["blocks"], cpu["cache_tokens"]) == (0, 0)
+    assert cpu["rank_bytes"] == pytest.approx((148.78 + 94.42 + 2) * 2**30, rel=1e-4)
+    assert cpu["problem"].startswith(
+        "each of 2 ranks takes 245.2 GiB (weights 148.8, Engram 94.4, caches 2.0), this machine has "
+    )
+    assert found["problems"] == [f"ranks do not fit on a CPU: {cpu['problem']}"]
+    found = look(model=str(RELEASED), dp=8, ep=8)  # for machines with GPUs: told, and no problem
+    assert (found["cpu"]["blocks"], found["problems"]) == (0, [])
+    tiny = look(device="cpu")
+    assert tiny["cpu"]["blocks"] > 0
+    assert tiny["problems"] == []
 
 
 def test_a_model_without_tokenizer_still_gets_its_fit(look):
@@ -184,6 +216,18 @@ def test_printed_for_people_and_for_machines(model, monkeypatch):
     assert "no cluster (RAY_ADDRESS is not set)" in shown.stdout
     found = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
     assert found["rows"] == 48
+
+
+def test_control_characters_do_not_reach_the_terminal(model, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    rows = {"id": ["a\x1b[2J\n", "b\x07"], "prompt": ["two\nlines \x1b]0;x\x07 日本\u200d語", None]}
+    pq.write_table(pa.table(rows), tmp_path / "in.parquet")
+    words = ["plan", "--model", model, "--input", str(tmp_path), "--id-column", "id", "--device", "cpu"]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, words).stdout
+    assert "first prompt (a\\x1b[2J\\n, " in shown
+    assert "two\nlines \\x1b]0;x\\x07 日本\u200d語" in shown
+    assert "null_prompt: 1, e.g. b\\x07: column prompt is null" in shown
+    assert not {"\x1b", "\x07"} & set(shown)
 
 
 def test_it_takes_every_flag_of_generate():

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from stub_backend import StubBackend
 
-from deepinfer_ray.errors import ConfigError, InputError
+from deepinfer_ray.errors import CheckpointError, ConfigError, InputError
 from deepinfer_ray.job.schema import output_schema
 
 
@@ -214,6 +214,49 @@ def test_an_output_inside_the_input_is_refused(job, write_rows, tmp_path):
     write_rows(tmp_path / "data" / "a.parquet", {"prompt": ["a"]})
     with pytest.raises(ConfigError, match="lies inside the input"):
         job(input=tmp_path / "data", output=str(tmp_path / "data" / "out"))
+
+
+@pytest.mark.parametrize("spelling", ["{}", "{}/", "{}/../{name}", "link"])
+def test_an_output_in_the_models_directory_is_refused(job, write_rows, model_dir, tmp_path, spelling):
+    (tmp_path / "link").symlink_to(model_dir)
+    output = str(tmp_path / "link") if spelling == "link" else spelling.format(model_dir, name=model_dir.name)
+    before = sorted(model_dir.iterdir())
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
+    with pytest.raises(ConfigError, match=r"is the model's directory, .* Give a directory of its own"):
+        job(input=path, output=output)
+    assert sorted(model_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input": ""}, "no input: give --input"),
+        ({"input": ["in.parquet", ""]}, "an --input is an empty text; give a file, a directory or a glob"),
+        (
+            {"output": "s3:/bucket/x"},
+            r"s3:/bucket/x: a URI begins with s3://. For a local .* \./s3:/bucket/x",
+        ),
+        ({"model": ""}, "no model: give --model"),
+    ],
+)
+def test_places_that_are_none(job, write_rows, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
+    with pytest.raises(ConfigError, match=message):
+        job(**{"input": "in.parquet", **options})
+    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_a_models_file_in_place_of_its_directory(job, write_rows, model_dir, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
+    with pytest.raises(CheckpointError, match=rf"config.json is a file; give its directory, {model_dir}$"):
+        job(input=path, model=str(model_dir / "config.json"))
+
+
+def test_chat_options_of_rows_that_are_no_chats_are_named(job, write_rows, tmp_path):
+    path = write_rows(tmp_path / "in.parquet", {"prompt": ["a"]})
+    job(input=path, reasoning_effort="high")
+    assert "without effect, as the rows are no chats (--messages-column): reasoning_effort" in job.said
 
 
 def test_an_image_column_is_refused(job, write_rows, tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -252,6 +255,73 @@ def test_full_disk(job, rows_file, tmp_path, monkeypatch):
     assert "No space left on device" in str(outcome.error)
     monkeypatch.setattr(os, "fsync", real)
     assert job(input=rows_file, sets=SMALL_PARTS).exit_code == 0
+
+
+@pytest.fixture
+def break_disk(monkeypatch):
+    """break_disk(stage, errno, after=parts): from then on that stage of writing a part fails; undone by
+    `monkeypatch.undo`."""
+    import deepinfer_ray.job.store as module
+
+    def arm(stage, number, after):
+        parts = []
+
+        def fails(path):
+            if not re.search(r"part-[\d-]+\.parquet", str(path)):
+                return False
+            parts.append(path)
+            return len(parts) > after
+
+        class Full(io.FileIO):
+            def write(self, data):
+                raise OSError(number, os.strerror(number))
+
+        def opened(path, mode, **options):
+            if stage in ("open", "write") and fails(path):
+                if stage == "open":
+                    raise OSError(number, os.strerror(number), path)
+                return Full(path, "w")
+            return open(path, mode, **options)
+
+        def replace(source, target):
+            if stage == "rename" and fails(target):
+                raise OSError(number, os.strerror(number), source)
+            os.rename(source, target)
+
+        monkeypatch.setattr(module, "open", opened, raising=False)
+        monkeypatch.setattr(os, "replace", replace)
+
+    return arm
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        ("open", errno.EROFS),
+        ("open", errno.EACCES),
+        ("write", errno.ENOSPC),
+        ("write", errno.EDQUOT),
+        ("rename", errno.EIO),
+    ],
+)
+def test_a_disk_that_fails_while_a_part_is_written(
+    job, rows_file, read_output, tmp_path, break_disk, monkeypatch, stage, number
+):
+    break_disk(stage, number, after=5)
+    outcome = job(input=rows_file, id_column="id", sets=SMALL_PARTS)
+    assert outcome.exit_code == 5
+    reason = (
+        rf"out/part-[\d-]+\.parquet: {os.strerror(number)}\. What is committed is safe: free .* run the same"
+    )
+    assert re.search(reason, str(outcome.error))
+    committed = len(read_output(tmp_path / "out"))
+    assert (outcome.summary.parts, outcome.summary.counts.rows) == (5, committed)
+    assert 0 < outcome.summary.rows_left == 400 - committed
+    assert not list((tmp_path / "out/_deepinfer").glob("tmp*"))
+    assert job.stub.closed == [False]
+    monkeypatch.undo()
+    assert job(input=rows_file, id_column="id", sets=SMALL_PARTS).summary.resumed_rows == committed
+    assert [row["row_id"] for row in read_output(tmp_path / "out")] == [f"id{i}" for i in range(400)]
 
 
 class TestLease:

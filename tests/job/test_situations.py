@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,7 @@ from stub_backend import StubBackend
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.errors import ConfigError, InputError, OutputError, PlacementError
 from deepinfer_ray.job.signals import StopSignals
+from deepinfer_ray.model.synthetic import make_checkpoint
 
 TINY = Path(__file__).parents[1] / "data/golden/tinyB"
 SMALL = ("job.rows_per_part=16",)
@@ -227,6 +229,22 @@ def test_ctrl_c_throws_work_away(job, numbered, read_output, tmp_path, times):
     assert ids_of(read_output(tmp_path / "out")) == Counter(f"id{row}" for row in range(300))
 
 
+def test_ctrl_c_when_every_row_was_under_way_is_a_job_that_is_done(job, numbered, read_output, tmp_path):
+    class Late(StubBackend):
+        def poll(self, timeout_s):
+            if self.submitted == 40 and not self.sent:
+                self.sent = True
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().poll(timeout_s)
+
+    stub = Late(delay_s=0.05)
+    stub.sent = False
+    outcome = job(input=numbered(40), id_column="id", stub=stub, sets=SMALL, signals=StopSignals())
+    assert [line for line in job.said if line.startswith("0 rows left; all 40 rows are in")]
+    assert (outcome.exit_code, outcome.summary.rows_left, stub.sent) == (0, 0, True)
+    assert len(read_output(tmp_path / "out")) == 40
+
+
 # 9. The output cannot be written (test_resume.py, test_object_store.py)
 
 
@@ -320,6 +338,36 @@ def test_unicode_comes_back_mangled(job, numbered, read_output, tmp_path):
     assert [row["completion"] for row in rows] == texts
     assert [row["row_id"] for row in rows] == [f"zeile-{text}" for text in texts]
     assert {item.params.stop for item in items.values()} == {("\n\n", "終わり", "🎌")}
+
+
+def test_a_stop_string_that_spans_tokens_is_missed(job, write_rows, read_output, tmp_path):
+    """A tiny model's noise is cut where a text of its own stands, in the middle of tokens, letters of several
+    bytes included; what never comes changes nothing."""
+    model = make_checkpoint(tmp_path / "model", "tiny", layers=6, experts=4)
+
+    def run(name, **columns):
+        config = EngineConfig().with_values(scheduler={"max_model_len": 96, "max_seqs": 4})
+        path = write_rows(tmp_path / f"{name}.parquet", {"id": list("abcd"), "prompt": PROMPTS, **columns})
+        options = {"id_column": "id", "max_model_len": 96, "max_tokens": 24, "model": str(model)}
+        output = str(tmp_path / name)
+        backend = EngineBackend(model, config)
+        job(input=path, output=output, stub=backend, sampling_column="s", **options)
+        backend.engine.close()
+        return read_output(output)
+
+    whole = [row["completion"] for row in run("whole", s=["{}"] * 4)]
+    stops = [
+        max(re.findall("[ -~]{4,}", text), key=len)[1:5] for text in whole
+    ]  # noise is no UTF-8 elsewhere
+    stops[1] = max(re.findall("[^\x00-\x7f\ufffd]", whole[1]))
+    own = sampling(*[{"stop": ["never ✗", stop]} for stop in stops[:2]], {"stop": ["never ✗"]})
+    own += sampling({"stop": stops[3], "include_stop_str_in_output": True})
+    rows = [(row["completion"], row["finish_reason"]) for row in run("cut", s=own)]
+    ends = [whole[0].find(stops[0]), whole[1].find(stops[1]), None, whole[3].find(stops[3]) + len(stops[3])]
+    assert rows == [(text[:end], "stop" if end else "length") for text, end in zip(whole, ends, strict=True)]
+
+
+PROMPTS = ["héllo", "x y z", "日本語🎌", "\ufeffa"]
 
 
 # 12. The same tokens in every arrangement

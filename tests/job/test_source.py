@@ -96,6 +96,12 @@ def test_a_file_that_is_no_parquet(tree, content):
         plan(tree)
 
 
+def test_a_file_of_another_kind_is_told_what_is_read(tmp_path):
+    (tmp_path / "x.csv").write_text("prompt\nhello\n")
+    with pytest.raises(InputError, match=r"a parquet file\. Input is Parquet \(.parquet\) or JSON lines"):
+        plan(tmp_path / "x.csv")
+
+
 def test_parts_are_fixed_row_ranges_of_row_groups(write_rows, tmp_path):
     path = write_rows(tmp_path / "a.parquet", {"prompt": [str(i) for i in range(25)]}, group=10)
     parts = [(part.name, part.start, part.stop) for part in plan(path, rows_per_part=4).iter_parts()]
@@ -182,6 +188,19 @@ def test_missing_column(job, write_rows, tmp_path, flag):
     message = rf"b.parquet has no column other; its columns are: prompt. Give another with --{flag}"
     with pytest.raises(InputError, match=message.replace("_", "-")):
         job(input=tmp_path / "in", **{flag: "other"})
+
+
+def test_a_misspelt_column_of_a_wide_table_is_told_in_few_words(job, write_rows, tmp_path):
+    columns = {f"c{number}": [1] for number in range(3000)} | {"prompt": ["x"]}
+    path = write_rows(tmp_path / "in.parquet", columns)
+    with pytest.raises(InputError) as caught:
+        job(input=path, prompt_column="promt")
+    text = str(caught.value)
+    assert text.startswith("in.parquet has no column promt; did you mean prompt? its columns are: c0, c1, ")
+    assert text.endswith(", c19 and 2,981 more. Give another with --prompt-column")
+    outcome = job(input=path)
+    assert outcome.exit_code == 0
+    assert pq.read_schema(tmp_path / "out/part-000000-0000.parquet").names[:3001] == list(columns)
 
 
 def test_two_columns_of_one_name(job, tmp_path):
