@@ -1,7 +1,7 @@
 """Gangs for tests: the same requests on one rank, on ranks that are threads, and on gloo processes.
 
 Imported by the tests; as a script one rank on its own GPU over NCCL, or with rank -1 all requests on one:
-gangs.py RANK PORT OUT_FILE GRID NUMERICS        GRID e.g. 2,1,2,0
+gangs.py RANK PORT OUT_FILE GRID NUMERICS OPTIONS        GRID e.g. 2,1,2,0; OPTIONS of the engine as JSON
 """
 
 from __future__ import annotations
@@ -242,10 +242,10 @@ def merged(results: list[Any]) -> dict[str, Answer]:
     return {key: value for result in results for key, value in result["answers"].items()}
 
 
-def main(rank: int, port: int, out: Path, grid: str, numerics: str) -> None:
+def main(rank: int, port: int, out: Path, grid: str, numerics: str, options: str) -> None:
     """One rank on CUDA; see the module docstring."""
     dp, cp, ep, engram = (int(size) for size in grid.split(","))
-    case = Case((dp, cp, ep, engram), numerics=numerics, seed=11)
+    case = Case((dp, cp, ep, engram), numerics=numerics, options=json.loads(options), max_tokens=16, seed=11)
     device = f"cuda:{max(rank, 0)}"
     torch.cuda.set_device(device)
     if rank < 0:
@@ -257,4 +257,4 @@ def main(rank: int, port: int, out: Path, grid: str, numerics: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

@@ -23,18 +23,27 @@ SCRIPT = Path(__file__).parents[1] / "engine" / "gangs.py"
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "CUDA_SCALE_LAUNCH_QUEUES": "4x", "OMP_NUM_THREADS": "1"}
 
 
-def answers(out: Path, grid: str, numerics: str, ranks: list[int]) -> dict[str, Any]:
+def run_ranks(
+    out: Path, grid: str, numerics: str, ranks: list[int], options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What each rank found, a process on a GPU of its own each; rank -1: all requests on one."""
     store = Store("127.0.0.1", "cuda")
     files = [out / f"{numerics}-{grid}-{rank}" for rank in ranks]
+    path = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
+    port, own = str(store.rendezvous.port), json.dumps(options)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store.rendezvous.port), str(file), grid, numerics],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])},
+            [sys.executable, str(SCRIPT), str(rank), port, str(file), grid, numerics, own],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
         )
         for rank, file in zip(ranks, files, strict=True)
     ]
     assert [process.wait(120) for process in processes] == [0] * len(ranks)
-    return {key: value for file in files for key, value in json.loads(file.read_text())["answers"].items()}
+    return [json.loads(file.read_text()) for file in files]
+
+
+def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for rank in ranks for key, value in rank["answers"].items()}
 
 
 def load_gangs() -> Any:
@@ -87,10 +96,26 @@ def test_ranks_on_one_gpu(
 
 
 @TWO
-@pytest.mark.parametrize("grid", ["2,1,2,0", "1,2,1,0", "1,2,2,0"])
+@pytest.mark.parametrize("grid", ["2,1,2,0", "1,2,1,0", "1,2,2,0", "1,1,1,2"])
 @pytest.mark.parametrize("numerics", ["exact", "released"])
 def test_two_gpus_give_the_results_of_one(
     tmp_path: Path, figures: dict[str, Any], grid: str, numerics: str
 ) -> None:
-    one, two = answers(tmp_path, grid, numerics, [-1]), answers(tmp_path, grid, numerics, [0, 1])
-    compare(one, two, figures, f"gang {grid}", numerics)
+    one = run_ranks(tmp_path, grid, numerics, [-1], {})
+    two = run_ranks(tmp_path, grid, numerics, [0, 1], {})
+    compare(merged(one), merged(two), figures, f"gang {grid}", numerics)
+
+
+@TWO
+@pytest.mark.parametrize("numerics", ["exact", "released"])
+def test_drafts_and_experts_that_move_between_two_gpus(
+    tmp_path: Path, figures: dict[str, Any], numerics: str
+) -> None:
+    """Redundant experts, a rebalance every 5 steps with every slot hashed right after it, 3 drafts a step."""
+    drafts = {"speculative": {"num_drafts": 3}}
+    moves = {"eplb": {"interval": 5, "window": 5, "extra_experts": 2, "stat_interval": 5, "verify": True}}
+    one = run_ranks(tmp_path, "2,1,2,0", numerics, [-1], drafts)
+    two = run_ranks(tmp_path, "2,1,2,0", numerics, [0, 1], {**drafts, **moves})
+    assert min(rank["rebalances"] for rank in two) >= 1
+    figures[f"gang 2,1,2,0 {numerics}: rebalances over NCCL"] = two[0]["rebalances"]
+    compare(merged(one), merged(two), figures, "gang 2,1,2,0, drafts and rebalances", numerics)
