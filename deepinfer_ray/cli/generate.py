@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperCommand
 
 from deepinfer_ray.config.load import FLAGS, load_config
-from deepinfer_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepinfer_ray.config.engine import EngineConfig
@@ -115,7 +114,7 @@ def generate(
         _flag("--sampling-column", "Column with a row's own parameters: struct, map or JSON text.", _ROWS),
     ] = None,
     schema_column: Annotated[
-        _Text, _flag("--schema-column", "Column of JSON schemas (rows with one: bad_schema so far).", _ROWS)
+        _Text, _flag("--schema-column", "Column of JSON schemas that completions must match.", _ROWS)
     ] = None,
     tools_column: Annotated[
         _Text, _flag("--tools-column", "Column of a chat row's tools: list of structs, or JSON text.", _ROWS)
@@ -162,7 +161,14 @@ def generate(
     cp: Annotated[_Whole, _flag("--cp", "Context-parallel ranks of a replica.", _ENGINE)] = None,
     ep: Annotated[_Whole, _flag("--ep", "Ranks that share one set of experts.", _ENGINE)] = None,
     engram: Annotated[_Whole, _flag("--engram", "Ranks that share one Engram table.", _ENGINE)] = None,
-    max_gangs: Annotated[_Whole, _flag("--max-gangs", "Fleets that run at once at most.", _ENGINE)] = None,
+    max_gangs: Annotated[
+        _Whole,
+        _flag(
+            "--max-gangs",
+            "More gangs of ranks join while there is work and room, up to so many (default: none).",
+            _ENGINE,
+        ),
+    ] = None,
     max_model_len: Annotated[
         _Whole, _flag("--max-model-len", "Prompt and completion tokens of a row at most.", _ENGINE)
     ] = None,
@@ -184,7 +190,12 @@ def generate(
     ] = False,
     limit: Annotated[_Whole, _flag("--limit", "Only the first rows of the input.", _RUN)] = None,
     deadline: Annotated[
-        _Text, _flag("--deadline", "Stop in order after this time, e.g. 90m; resumable.", _RUN)
+        _Text,
+        _flag(
+            "--deadline",
+            "Stop in order after this time, e.g. 90m; exit code 0, resumable.",
+            _RUN,
+        ),
     ] = None,
     on_too_long: Annotated[
         _Text,
@@ -203,8 +214,9 @@ def generate(
     """Run every row of a Parquet or JSONL data set through the model; one output row for each.
 
     Starts a local Ray, or joins the cluster of RAY_ADDRESS. May be killed at any moment: the same command
-    resumes. Progress goes to stderr, the last line of stdout is a JSON summary. Exit codes: 0 done, 2 usage,
-    3 too many failed rows, 4 cluster, 5 output, 130 and 143 stopped by a signal; 3 and above can be resumed.
+    resumes. Progress goes to stderr, the last line of stdout is a JSON summary. Exit codes: 0 done, 1 a bug,
+    2 usage, 3 too many failed rows, 4 cluster, 5 output, 130 and 143 stopped by a signal; 3 and above can be
+    resumed.
     """
     given = dict(locals())
     flags: dict[str, object] = {}
@@ -220,15 +232,13 @@ def ray_backend(config: RunConfig, engine: EngineConfig) -> Backend:
     A size of the Engram group that was left open means a table in every rank here, not one over all ranks.
     """
     from deepinfer_ray.fleet.fleet import RayFleet
+    from deepinfer_ray.fleet.options import default_options
 
-    asked, gangs = config.parallel, config.job.max_gangs
-    if gangs is not None and gangs < asked.replicas:
-        raise ConfigError(
-            f"--max-gangs {gangs} is less than --dp {asked.replicas}: every data-parallel rank "
-            "is a gang of its own in this version, so lower --dp"
-        )
+    asked, job = config.parallel, config.job
     engine = engine.with_values(parallel={"engram": asked.engram or int(asked.cp == asked.ep == 1)})
-    return RayFleet(str(config.model.path), engine, asked.replicas, device=engine.runtime.backend)
+    options = default_options(engine, max_gangs=job.max_gangs, idle_s=job.gang_idle_s)
+    model = str(config.model.path)
+    return RayFleet(model, engine, asked.replicas, device=engine.runtime.backend, options=options)
 
 
 def run_generate(

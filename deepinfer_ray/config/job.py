@@ -98,7 +98,10 @@ class JobConfig(Section):
     max_open_bytes: int = Field(1 << 30, ge=1)
     """Input bytes of parts that are open at a time; more is not read ahead."""
     max_gangs: int | None = Field(None, ge=1)
-    """Upper bound of gangs (fleets) that run at once; None = as many as the cluster holds."""
+    """Gangs of ranks that run at once at most: those beyond what `parallel` asks for join while there is work
+    for them and a place on the cluster, and leave when there is none. None = no further ones."""
+    gang_idle_s: float = Field(60.0, gt=0)
+    """How long such a gang may be without rows before it leaves."""
     max_error_rate: float = Field(1.0, ge=0, le=1)
     """Share of rows that may end in an error before the job stops; 1 = never stop."""
     min_rows_for_error_rate: int = Field(100, ge=1)

@@ -34,10 +34,13 @@ class FleetOptions:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def default_options(engine_config: Any) -> FleetOptions:
+def default_options(
+    engine_config: Any, *, max_gangs: int | None = None, idle_s: float = Patience.idle
+) -> FleetOptions:
     """Options that agree with the engine's: `parallel.step_timeout_s`."""
     parallel = getattr(engine_config, "parallel", None)
-    return FleetOptions(patience=Patience(step=getattr(parallel, "step_timeout_s", Patience.step)))
+    patience = Patience(step=getattr(parallel, "step_timeout_s", Patience.step), idle=idle_s)
+    return FleetOptions(max_gangs=max_gangs, patience=patience)
 
 
 def fleet_grid(engine_config: Any, dp: int) -> RankGrid:

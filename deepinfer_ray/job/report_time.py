@@ -94,7 +94,7 @@ def phases(report: Report) -> str:
     text = (
         "Prefill computes prompts, decode emits tokens. Idle time in the middle means that a rank waited for "
         "rows; at the end, that others had longer ones. Starting is the time until the engine stood, down "
-        "the time after a death until a new one did; a rank that joined or left has no colour while it was not "
+        "the time after a death until a new one did; one that joins or leaves has no colour while it is not "
         "there. Within a group of colours lengths are exact, the order is not."
     )
     if len(lanes) > len(shown):

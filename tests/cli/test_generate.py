@@ -175,7 +175,7 @@ def test_error_of_a_run_comes_with_its_summary_and_code(monkeypatch):
     assert json.loads(result.stdout)["rows"] == 1
 
 
-def test_more_ranks_than_gangs_are_allowed(rows, tmp_path):
+def test_more_gangs_at_the_start_than_are_allowed(rows, tmp_path):
     words = f"generate --input {rows} --output {tmp_path / 'out'} --model {TINY} --token-ids-column prompt"
     done = deepinfer(*words.split(), "--dp", 2, "--max-gangs", 1)
     assert done.returncode == 2

@@ -159,7 +159,7 @@ def test_placement_on_a_cluster(look):
     assert "; up to 5 gangs while there is work for them: room for 2 now, for 3 when the machines" in text
     assert "up to 5 gangs of 8 as long as cores" in look(dp=8, ep=8, max_gangs=5)["placement"]["text"]
     with pytest.raises(ConfigError, match="--max-gangs 1 is less than --dp 16 asks for, 2 gangs from the"):
-        look(nodes, dp=16, ep=8, max_gangs=1)
+        look(nodes, dp=16, ep=8, engram=8, max_gangs=1)
     found = look(nodes, dp=32, ep=16, device="cuda", engram=16)
     assert found["placement"]["possible"] is False
     (problem,) = found["problems"]
