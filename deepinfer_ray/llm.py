@@ -30,7 +30,7 @@ from deepinfer_ray.engine.request import (
     completion_seed,
     describe_validation,
 )
-from deepinfer_ray.errors import DeepInferError, RowError
+from deepinfer_ray.errors import CheckpointError, DeepInferError, RowError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -99,6 +99,8 @@ class LLM:
             options["runtime.backend"] = device.partition(":")[0]
         self.config = from_options(EngineConfig, options)
         self.model_dir = Path(model)
+        if self.model_dir.is_file():
+            raise CheckpointError(f"the model {model} is a file; give its directory, {self.model_dir.parent}")
         self._runner: Runner | None = None
         self._counter = 0
         if max(dp, cp, ep) == 1:
@@ -139,6 +141,8 @@ class LLM:
             raise DeepInferError("this LLM is closed")
         if prompts is None and prompt_token_ids is None:
             raise ValueError("give prompts or prompt_token_ids")
+        if isinstance(prompts, Mapping):
+            raise ValueError("prompts is a mapping; give a text or a list of texts")
         texts = [prompts] if isinstance(prompts, str) else prompts
         count = len(prompt_token_ids if prompt_token_ids is not None else texts or ())
         if texts is not None and len(texts) != count:

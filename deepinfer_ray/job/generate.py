@@ -27,6 +27,7 @@ from deepinfer_ray.job.ids import check_ids
 from deepinfer_ray.job.lease import Lease
 from deepinfer_ray.job.ledger import (
     CONFIG,
+    QUARANTINE,
     SUMMARY,
     Ledger,
     build_manifest,
@@ -285,6 +286,12 @@ class _Run:
             self._say(f"{left:,} rows left; the same command goes on where this run ended")
         else:
             self._say(f"0 rows left; all {total.rows:,} rows are in {summary.output}")
+        if total.errors and error is None:
+            codes = ", ".join(f"{code} {count:,}" for code, count in total.error_codes.most_common())
+            self._say(
+                f"{total.errors:,} of {total.rows:,} rows ended in an error: {codes}. Their column error says "
+                f"why; {self._ledger.store.path(QUARANTINE)} lists them"
+            )
         return Outcome(summary, exit_code, error)
 
     def _write_results(self) -> DeepInferError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections import Counter
 
 import pyarrow as pa
@@ -309,6 +310,10 @@ def test_failed_rows_are_listed_without_their_prompts(job, write_rows, tmp_path)
         ("d", "prompt_too_long"),
     ]
     assert set(lines[0]) == {"row_id", "error_code", "error"}
+    (told,) = [line for line in job.said if "ended in an error" in line]
+    assert told.startswith("3 of 4 rows ended in an error: ")
+    assert set(re.findall(r"\w+_\w+ 1", told)) == {"null_prompt 1", "out_of_blocks 1", "prompt_too_long 1"}
+    assert f"says why; {tmp_path}/out/_deepinfer/quarantine lists them" in told
     assert lines[1]["error"] == "this row does not fit"
     assert "secret" not in "".join(file.read_text() for file in files)
     job(**options, retry_errors=True)
