@@ -30,7 +30,7 @@ from deepinfer_ray.engine.request import (
     completion_seed,
     describe_validation,
 )
-from deepinfer_ray.errors import CheckpointError, DeepInferError, RowError
+from deepinfer_ray.errors import DeepInferError, RowError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -99,8 +99,6 @@ class LLM:
             options["runtime.backend"] = device.partition(":")[0]
         self.config = from_options(EngineConfig, options)
         self.model_dir = Path(model)
-        if self.model_dir.is_file():
-            raise CheckpointError(f"the model {model} is a file; give its directory, {self.model_dir.parent}")
         self._runner: Runner | None = None
         self._counter = 0
         if max(dp, cp, ep) == 1:

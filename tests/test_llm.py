@@ -17,7 +17,7 @@ import deepinfer_ray
 from deepinfer_ray import LLM, SamplingParams
 from deepinfer_ray.engine.defaults import GenerationDefaults
 from deepinfer_ray.engine.request import completion_seed
-from deepinfer_ray.errors import CheckpointError, ConfigError, DeepInferError
+from deepinfer_ray.errors import ConfigError, DeepInferError
 
 TINY = Path(__file__).parent / "data" / "golden" / "tinyB"
 PROMPTS = [np.random.default_rng(5).integers(3, 500, n).tolist() for n in (40, 7, 23)]
@@ -97,8 +97,6 @@ def test_parameters_one_each_mappings_and_lengths(llm: LLM) -> None:
         llm.generate(["a"], prompt_token_ids=PROMPTS[:2])
     with pytest.raises(ValueError, match="prompts is a mapping; give a text or a list of texts"):
         llm.generate({"prompt": "a"})
-    with pytest.raises(CheckpointError, match=f"config.json is a file; give its directory, {TINY}$"):
-        LLM(TINY / "config.json")
     with pytest.raises(ValueError, match="give prompts or prompt_token_ids"):
         llm.generate()
     with pytest.raises(ValueError, match="temperature"):
