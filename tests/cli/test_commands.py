@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -53,6 +57,21 @@ def test_a_wrong_option_stops_every_command_before_it_starts(
     assert "did you mean 'scheduler.max_seqs'?" in str(error)
     assert not (tmp_path / "here").exists()
     assert not (tmp_path / "o").exists()
+
+
+def test_commands_of_the_readme_are_spelt_right() -> None:
+    """Every `deepinfer-ray …` of its shell examples has a command and flags that are there."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    shell = "\n".join(re.findall(r"```console\n(.*?)```", text, re.DOTALL))
+    lines = [line for line in shell.splitlines() if line.startswith("deepinfer-ray ")]
+    lines += re.findall(r"`(deepinfer-ray [^`]+)`", text)
+    assert any(line.startswith("deepinfer-ray generate --model") for line in lines)
+    for line in lines:
+        _, command, *words = shlex.split(line)
+        assert command in COMMANDS, line
+        flags = {word for word in words if word.startswith("--")} - {"--help"}
+        help_text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        assert all(re.search(rf"{flag}\b", help_text) for flag in flags), line
 
 
 @pytest.mark.parametrize("start", ["DEEPINFER_RAY_", "DEEPINFER__", "DEEPINFERRAY__"])

@@ -35,7 +35,7 @@ def test_read_map_write_gives_the_rows_of_the_job(ray_cluster, model, prompts, t
     config = ProcessorConfig(
         model=model, id_column="name", max_tokens=5, seed=7, device="cpu", max_num_seqs=8, num_cpus=1
     )
-    dataset = ray_cluster.data.read_parquet(str(directory)).map_batches(
+    dataset = ray_cluster.data.read_parquet(str(directory), override_num_blocks=4).map_batches(
         BatchPredictor,
         fn_constructor_kwargs={"config": config},
         compute=ray_cluster.data.ActorPoolStrategy(size=2),
@@ -69,7 +69,7 @@ def processed(ray_cluster, model, stub, tmp_path):
     return run
 
 
-def test_an_actor_killed_mid_batch_doubles_and_loses_nothing(processed, by_row_id, tmp_path):
+def test_an_actor_killed_mid_batch_doubles_and_loses_nothing(processed, by_row_id, job_rows, stub, tmp_path):
     """Blocks of the batch were out already when its actor died; the repetition goes on behind them.
 
     With pieces in another order the second time, rows 0 to 5 came twice and 18 to 23 not at all.
@@ -83,6 +83,10 @@ def test_an_actor_killed_mid_batch_doubles_and_loses_nothing(processed, by_row_i
     assert sorted(rows, key=int) == [str(i) for i in range(24)]
     assert {row["error_code"] for row in rows.values()} == {None}
     assert rows == by_row_id(processed(ids, **options))
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"n": pa.array(range(24)), "ids": pa.array(ids, pa.list_(pa.int32()))}), path)
+    engine = stub.StubEngine(str(tmp_path), room=3)
+    assert rows == job_rows(path, engine, token_ids_column="ids", id_column="n", device="cpu")
 
 
 def test_no_progress_guard_does_not_fire_on_work(processed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -113,6 +114,15 @@ def checkout(root, where):
         shutil.copytree(root / name, where / name, ignore=skip)
 
 
+def readme_command(root):
+    """The words that follow `ray job submit` in the README."""
+    text = (root / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith("ray job submit ")]
+    words = shlex.split(line)[3:]
+    assert {"MODEL", "IN", "OUT"} < set(words)
+    return words
+
+
 def test_stop_and_submit_again(head, root, tmp_path):
     address, environment = head
     checkout(root, work := tmp_path / "checkout")
@@ -127,13 +137,13 @@ def test_stop_and_submit_again(head, root, tmp_path):
             command, cwd=work, env=environment, capture_output=True, text=True, timeout=120, **options
         )
 
+    places = {"MODEL": model, "IN": tmp_path / "in.parquet", "OUT": output}
+    words = [places.get(word, word) for word in readme_command(root)]
+
     def submit(name, *options):
         return ray_job(
-            *("submit", "--address", address, "--submission-id", name, *options),
-            *("--runtime-env", "configs/ray/runtime_env.yaml", "--working-dir", ".", "--"),
-            *("python", "jobs/generate.py", "--model", model, "--input", tmp_path / "in.parquet"),
-            *("--output", output, "--id-column", "id", "--max-tokens", 8, "--dp", 2, "--device", "cpu"),
-            *("--max-num-seqs", 8, "--set", "job.rows_per_part=20"),
+            *("submit", "--address", address, "--submission-id", name, *options, *words),
+            *("--device", "cpu", "--max-tokens", 8, "--max-num-seqs", 8, "--set", "job.rows_per_part=20"),
         )
 
     first = submit("first", "--no-wait")
