@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_ray.fleet.cluster import PATIENT, QUIET
+from deepinfer_ray.fleet.topology import GPU_DOMAIN_LABEL
 
 SYSTEM = {
     "health_check_initial_delay_ms": 1000,
@@ -74,9 +75,14 @@ class FakeMachines:
         """For RAY_ADDRESS."""
         return str(self._cluster.address)
 
-    def add(self) -> None:
-        """One machine more."""
-        self._machines.append(self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
+    def add(self, *, gpus: int = 0, domain: str | None = None) -> str:
+        """One machine more; its node id. domain: the NVLink domain that its label names."""
+        labels = {GPU_DOMAIN_LABEL: domain} if domain else {}
+        machine = self._cluster.add_node(
+            num_cpus=1, num_gpus=gpus, object_store_memory=STORE_BYTES, labels=labels
+        )
+        self._machines.append(machine)
+        return str(machine.node_id)
 
     def ranks(self) -> list[LiveRank]:
         """Our actors that run, by process id."""
@@ -92,6 +98,14 @@ class FakeMachines:
     def alive(self) -> list[str]:
         """Node ids of the machines that live for Ray."""
         return [row["NodeID"] for row in self._state.node_table() if row["Alive"]]
+
+    def domains(self) -> dict[str, str]:
+        """Node id → domain, of the machines that live and name one."""
+        return {
+            row["NodeID"]: row["Labels"][GPU_DOMAIN_LABEL]
+            for row in self._state.node_table()
+            if row["Alive"] and GPU_DOMAIN_LABEL in row["Labels"]
+        }
 
     def kill(self, node_id: str) -> None:
         """SIGKILL to a machine's raylet."""

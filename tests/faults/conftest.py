@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
+@pytest.fixture(scope="package")
+def lab(tmp_path_factory):  # one cluster for all modules here
     script = Path(__file__).with_name("lab.py")
     log = tmp_path_factory.mktemp("lab") / "log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -17,6 +17,8 @@ import time
 import traceback
 from pathlib import Path
 
+from domain_lab import DomainLab
+
 from deepinfer_ray.bench.fake_machines import fake_machines
 from deepinfer_ray.bench.kills import MACHINES, KillLab, figures
 from deepinfer_ray.engine.request import SamplingParams
@@ -40,12 +42,12 @@ def load_stub():
     return module
 
 
-class Lab:
+class Lab(DomainLab):
     """The calls."""
 
     def __init__(self, machines, folder):
-        self.machines, self.folder = machines, folder
-        self.stub = load_stub()
+        super().__init__(machines, load_stub())
+        self.folder = folder
         self.kills = None
 
     def strike(self, victims, seed):

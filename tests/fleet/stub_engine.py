@@ -16,6 +16,7 @@ import signal
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,14 @@ class StubEngine:
                 len(request.prompt),
             )
         ]
+
+
+class GangConfig(dict[str, Any]):
+    """The factory's `engine_config` for gangs of `size` ranks, which share nothing but their fate."""
+
+    def __init__(self, size: int, **options: Any) -> None:
+        super().__init__(options)
+        self.parallel = SimpleNamespace(cp=1, ep=size, engram=size)
 
 
 def make(spec: Any) -> StubEngine:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from deepinfer_ray.config.load import load_config
 from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.errors import CheckpointError, ConfigError
+from deepinfer_ray.fleet import fleet as fleet_module
 from deepinfer_ray.fleet.backend import Grows, WorkItem
 from deepinfer_ray.fleet.elastic import MOST_DOUBLINGS, SETTLE_S, Elastic, Work
 from deepinfer_ray.fleet.fleet import RayFleet
 from deepinfer_ray.fleet.gang import Gang
-from deepinfer_ray.fleet.options import FleetOptions, fleet_grid, most_gangs
+from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, most_gangs
 from deepinfer_ray.fleet.watch import Patience
+from deepinfer_ray.job.generate import generate
+from deepinfer_ray.job.signals import StopSignals
+from deepinfer_ray.job.stats_file import read_stats
+from deepinfer_ray.job.store import Store
+from deepinfer_ray.model.synthetic import make_checkpoint
 
 BUSY = Work(waiting=1000, running=8, room=0, ended=0, up=1, coming=0)
 
@@ -186,3 +198,70 @@ def test_a_place_that_never_comes_holds_nobody_up(cluster: Any, stub: ModuleType
         fleet.expect(0)
         fleet.poll(0)
         assert [rank["gang"] for rank in fleet.status()["ranks"]] == [0]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("machine", [None, "10.0.0.9"])
+def test_a_further_gang_that_dies_is_only_replaced_later(
+    cluster: Any, stub: ModuleType, monkeypatch: pytest.MonkeyPatch, machine: str | None
+) -> None:
+    """Its rows run again, as suspects only if its machine lives; the gang that the fleet stands on stays."""
+    monkeypatch.setattr(fleet_module, "lost_machine", lambda node_ids: machine)
+    options = FleetOptions(
+        cpus_per_rank=0.5, max_gangs=2, max_restarts=0 if machine else 1, patience=Patience(retry=0.5)
+    )
+    todo = [WorkItem(key, stub.prompt(stub.SLOW, 20), SamplingParams(), key) for key in range(20_000)]
+    attempts: dict[int, int] = {}
+    submitted, killed, deadline = 0, 0, time.monotonic() + 90
+    with RayFleet("m", {"room": 4}, 1, device="cpu", engine_factory=stub.make, options=options) as fleet:
+        while todo or len(attempts) < submitted:
+            assert time.monotonic() < deadline, fleet.status()
+            fleet.expect(len(todo))
+            room = min(fleet.wanted(), len(todo))
+            fleet.submit([todo.pop() for _ in range(room)])
+            submitted += room
+            for done in fleet.poll(0.2):
+                assert done.key not in attempts
+                assert done.result.error is None
+                attempts[done.key] = done.attempts
+            further = [rank for rank in fleet.status()["ranks"] if rank["gang"] == 1 and rank["done"] > 4]
+            if further and not killed and further[0]["in_flight"]:
+                killed = further[0]["in_flight"]
+                os.kill(further[0]["pid"], signal.SIGKILL)
+            elif further and further[0]["generation"] == 1:
+                todo.clear()
+        fleet.router.check_integrity()
+        status = fleet.status()
+    assert (status["gangs"]["joined"], status["restarts"]) == (2, 0)
+    assert max(attempts.values()) == 2
+    assert 1 <= sum(tries == 2 for tries in attempts.values()) <= 8
+
+
+@pytest.mark.ray
+def test_a_job_with_a_gang_that_joins(cluster: Any, stub: ModuleType, tmp_path: Path) -> None:
+    """From flags to rows: the ranks that were there are in the statistics, and every row is there once."""
+    ids = [[stub.SLOW, 20, row % 500] for row in range(1200)]
+    pq.write_table(pa.table({"ids": ids}), tmp_path / "in.parquet")
+    flags = {
+        "--model": str(make_checkpoint(tmp_path / "model", "tiny", layers=6, experts=4)),
+        "--input": [str(tmp_path / "in.parquet")],
+        "--output": str(tmp_path / "out"),
+        "--token-ids-column": "ids",
+        "--max-gangs": 2,
+    }
+    config = load_config((), ["job.gang_idle_s=0.5"], flags, {})
+
+    def make(engine: Any, model: Any) -> RayFleet:
+        chosen = default_options(engine, max_gangs=config.job.max_gangs, idle_s=config.job.gang_idle_s)
+        options = replace(chosen, cpus_per_rank=0.5)
+        return RayFleet("m", {"room": 8}, 1, device="cpu", engine_factory=stub.make, options=options)
+
+    with StopSignals() as signals:
+        outcome = generate(config, make, lambda line: None, signals)
+    assert outcome.exit_code == 0
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert [row["token_ids"] for row in rows] == [prompt[::-1] for prompt in ids]
+    (run,) = read_stats(Store(str(tmp_path / "out")))
+    ((rank, spans),) = run.extra["further"].items()
+    assert rank == "1"
+    assert spans[0][0] >= 1

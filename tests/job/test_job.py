@@ -13,6 +13,7 @@ import pytest
 from stub_backend import StubBackend
 
 from deepinfer_ray.errors import CheckpointError, ConfigError, InputError
+from deepinfer_ray.job import runner
 from deepinfer_ray.job.schema import output_schema
 
 
@@ -131,6 +132,23 @@ def test_a_result_that_comes_twice_counts_once(job, write_rows, read_output, tmp
     outcome = job(input=path, stub=StubBackend(twice=True), n=2)
     assert outcome.summary.counts.rows == 200
     assert len(read_output(tmp_path / "out")) == 200
+
+
+def test_a_backend_that_grows_hears_how_many_rows_are_to_come(job, write_rows, tmp_path, monkeypatch):
+    """Rows that are read by then and those that are not, n completions each; bad ones are no work."""
+    monkeypatch.setattr(runner, "STATUS_S", 0.0)
+    heard = []
+
+    class Growing(StubBackend):
+        def expect(self, items):
+            heard.append((items, self.submitted))
+
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [str(i) if i % 2 else None for i in range(4000)]})
+    job(input=path, stub=Growing(capacity=16, delay_s=0.01), n=3)
+    assert heard[-1] == (0, 6000)
+    early = [items + submitted for items, submitted in heard if 0 < submitted < 3000]
+    assert early
+    assert all(abs(total - 6000) < 60 for total in early), early
 
 
 def test_empty_input_is_done_at_once(job, write_rows, tmp_path):

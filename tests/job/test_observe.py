@@ -152,9 +152,7 @@ def test_metrics_are_set_up_once_the_driver_is_part_of_a_cluster(clock, monkeypa
 
 def test_ranks_that_join_and_leave_are_noted_with_their_times(store, clock, observer):
     def ranks(*stages):
-        return [
-            {"rank": rank, "gang": rank, "stage": stage} for rank, stage in enumerate(stages) if stage
-        ]
+        return [{"rank": rank, "gang": rank, "stage": stage} for rank, stage in enumerate(stages) if stage]
 
     turns = [
         ("up",), ("up", "placing"), ("up", "loading"), ("up", "up"), ("loading", "up"), ("up",), ("up", "up")
