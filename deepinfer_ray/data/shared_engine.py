@@ -109,10 +109,12 @@ class SharedEngine:
                 try:
                     self._owners[request.request_id] = ticket
                     self._engine.add(request)
-                except RowError as error:
+                except Exception as error:  # a row's own, whatever it is
                     del self._owners[request.request_id]
+                    code = error.code if isinstance(error, RowError) else "internal"
+                    text = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {error}"
                     ticket.results.put(
-                        RequestResult.failed(request.request_id, len(request.prompt), error.code, str(error))
+                        RequestResult.failed(request.request_id, len(request.prompt), code, text)
                     )
             if ticket.waiting:
                 return

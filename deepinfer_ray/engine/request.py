@@ -85,6 +85,8 @@ class SamplingParams(BaseModel):
     def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if any(not text for text in value):
             raise ValueError("a stop string is empty; it would stop every request at once")
+        if any("\ud800" <= char <= "\udfff" for text in value for char in text):
+            raise ValueError("a stop string is no valid Unicode, it holds a lone surrogate")
         return value
 
     @field_validator("stop_token_ids", mode="before")

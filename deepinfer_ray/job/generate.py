@@ -289,8 +289,8 @@ class _Run:
         if total.errors and error is None:
             codes = ", ".join(f"{code} {count:,}" for code, count in total.error_codes.most_common())
             self._say(
-                f"{total.errors:,} of {total.rows:,} rows ended in an error: {codes}. Their column error says "
-                f"why; {self._ledger.store.path(QUARANTINE)} lists them"
+                f"{total.errors:,} of {total.rows:,} rows ended in an error: {codes}. "
+                f"Their column error says why; {self._ledger.store.path(QUARANTINE)} lists them"
             )
         return Outcome(summary, exit_code, error)
 

@@ -141,6 +141,22 @@ def test_a_batch_that_nobody_takes_gives_way(model, stub):
     predictor.close()
 
 
+def test_a_row_that_the_engine_cannot_take_is_an_error_of_its_own(model, stub):
+    class Picky(stub.StubEngine):
+        def add(self, request):
+            if request.prompt[0] == 66:
+                raise ArithmeticError("no such row")
+            super().add(request)
+
+    predictor = BatchPredictor(
+        model=model, token_ids_column="ids", device="cpu", engine_factory=lambda spec: Picky()
+    )
+    rows = run(predictor, ids_table([65], [66], [67])).to_pylist()
+    assert [row["error_code"] for row in rows] == [None, "internal", None]
+    assert rows[1]["error"] == "ArithmeticError: no such row"
+    predictor.close()
+
+
 def test_a_broken_engine_fails_every_batch(predictor):
     one = predictor()
     for prompt in ([1, 202], [3]):

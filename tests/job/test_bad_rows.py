@@ -181,6 +181,8 @@ SAMPLING = [
     ({"temperature": -1.0}, "temperature: Input should be greater than or equal to 0"),
     ({"temperature": math.nan}, "temperature: Input should be a finite number"),
     ({"top_k": 0}, "top_k is 0, which keeps no token"),
+    ({"stop": ["a", "\ud800"]}, "stop: a stop string is no valid Unicode, it holds a lone surrogate"),
+    ({"\ud800": 1}, r"unknown parameter '\ud800'"),
     ({"temprature": 1.0}, "unknown parameter 'temprature'; did you mean 'temperature'?"),
     ({"n": 2}, "n is set for the whole job (--n 1), a row cannot change it"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),

@@ -69,6 +69,7 @@ BAD_LINES = [
     ('{"prompt": 5}', "column prompt holds int in line 2, expected a string"),
     ('{"prompt": ["x"]}', "column prompt holds list in line 2, expected a string"),
     (r'{"prompt": "\ud800"}', "column prompt is not valid UTF-8 at byte 0"),
+    (r'{"\udfff": 1}', "line 2 has a key that holds a lone surrogate"),
 ]
 
 
