@@ -35,13 +35,17 @@ def test_read_map_write_gives_the_rows_of_the_job(ray_cluster, model, prompts, t
     config = ProcessorConfig(
         model=model, id_column="name", max_tokens=5, seed=7, device="cpu", max_num_seqs=8, num_cpus=1
     )
-    dataset = ray_cluster.data.read_parquet(str(directory)).repartition(4).map_batches(
-        BatchPredictor,
-        fn_constructor_kwargs={"config": config},
-        compute=ray_cluster.data.ActorPoolStrategy(size=2),
-        batch_format="pyarrow",
-        batch_size=6,
-        num_cpus=1,
+    dataset = (
+        ray_cluster.data.read_parquet(str(directory))
+        .repartition(4)
+        .map_batches(
+            BatchPredictor,
+            fn_constructor_kwargs={"config": config},
+            compute=ray_cluster.data.ActorPoolStrategy(size=2),
+            batch_format="pyarrow",
+            batch_size=6,
+            num_cpus=1,
+        )
     )
     dataset.write_parquet(str(tmp_path / "out"))
     written = ds.dataset(tmp_path / "out").to_table()
