@@ -165,17 +165,32 @@ def cache(report: Report) -> str:
     )
 
 
-def mfu(report: Report) -> str:
-    course = report.course
+def _one_curve_a_rank(
+    course: Course,
+    curve: Callable[[RankCourse], Curve],
+    name: str,
+    chart: str,
+    y_label: str,
+    head: str,
+    text: str,
+) -> str:
+    """A section with one chart; nothing where no rank has that figure."""
     unit, label = _unit(course)
-    lines = _curves(course.ranks, lambda rank: rank.mfu, unit)
+    lines = _curves(course.ranks, curve, unit)
     if not lines:
         return ""
-    chart = line_chart("Model FLOPs utilization", lines, x_label=label, y_label="share of the peak")
-    return section(
+    return section(head, text, figure(name, line_chart(chart, lines, x_label=label, y_label=y_label)))
+
+
+def mfu(report: Report) -> str:
+    return _one_curve_a_rank(
+        report.course,
+        lambda rank: rank.mfu,
+        "mfu",
+        "Model FLOPs utilization",
+        "share of the peak",
         "Use of the device",
         "Operations that the model needs, divided by what the device could do in that time.",
-        figure("mfu", chart),
     )
 
 
@@ -203,15 +218,13 @@ def drafts(report: Report) -> str:
 
 
 def experts(report: Report) -> str:
-    course = report.course
-    unit, label = _unit(course)
-    lines = _curves(course.ranks, lambda rank: rank.expert_load, unit)
-    if not lines:
-        return ""
-    chart = line_chart("Expert load", lines, x_label=label, y_label="fullest rank / mean")
-    return section(
+    return _one_curve_a_rank(
+        report.course,
+        lambda rank: rank.expert_load,
+        "experts",
+        "Expert load",
+        "fullest rank / mean",
         "Expert load",
         "Tokens of the fullest rank's experts divided by those of the mean rank's: 1 is even, and a step "
         "waits for the fullest.",
-        figure("experts", chart),
     )
