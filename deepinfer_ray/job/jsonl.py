@@ -140,6 +140,9 @@ def parse(line: Line) -> dict[str, Any] | RowError:
         row = json.loads(line.data.decode())
     except UnicodeDecodeError as error:
         return RowError("wrong_type", f"line {line.number} is not valid UTF-8 at byte {error.start}")
+    except json.JSONDecodeError as error:
+        text = f"line {line.number} is no JSON: {error.msg} at column {error.colno}"
+        return RowError("wrong_type", text)
     except (ValueError, RecursionError) as error:
         return RowError("wrong_type", f"line {line.number} is no JSON: {error}")
     if not isinstance(row, dict):

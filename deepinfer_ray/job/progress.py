@@ -48,11 +48,10 @@ class Progress:
         self._started = clock()
         self._interval_s = line_interval_s
         self._printed = self._started
-        # rich leaves out colours when NO_COLOR is set and everything live when the stream is no terminal
+        # rich leaves out colours when NO_COLOR is set; FORCE_COLOR makes it take any pipe for a terminal
         console = Console(file=self._stream, highlight=False)
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        )
+        terminal = console.is_terminal and self._stream.isatty()
+        self._live = Live(console=console, auto_refresh=False, transient=True) if terminal else None
         if self._live is not None:
             self._interval_s = LIVE_INTERVAL_S
             self._live.start()

@@ -61,7 +61,7 @@ def test_byte_order_mark(tmp_path):
 
 
 BAD_LINES = [
-    ("{", "line 2 is no JSON: "),
+    ("{not", "line 2 is no JSON: Expecting property name enclosed in double quotes at column 2"),
     ("[1, 2]", "line 2 holds list, a row is a JSON object"),
     ('"text"', "line 2 holds str, a row is a JSON object"),
     ('{"prompt": "caf\udce9"}', "line 2 is not valid UTF-8 at byte 15"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -32,7 +33,10 @@ def clock():
     return Clock()
 
 
-def test_plain_lines_when_piped(clock):
+@pytest.mark.parametrize("force", [None, "1"])
+def test_plain_lines_when_piped(clock, monkeypatch, force):
+    if force:
+        monkeypatch.setenv("FORCE_COLOR", force)
     stream = io.StringIO()
     progress = Progress(1000, 200, stream=stream, clock=clock, line_interval_s=5)
     clock.now += 4
@@ -60,6 +64,19 @@ def test_live_line_on_a_terminal(clock, monkeypatch):
     assert "5/10 rows (50%)" in shown
     assert "a note" in shown
     assert "\x1b[?25h" in shown  # the cursor is back
+
+
+def test_no_color(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    progress = Progress(10, 0, stream=Terminal(), clock=clock)
+    clock.now += 1
+    progress.update(5, 3, 50)
+    progress.note("a note")
+    progress.close()
+    shown = progress._stream.getvalue()
+    assert "5/10 rows (50%) · 3 errors" in shown
+    assert not re.search(r"\x1b\[[\d;]*m", shown)
 
 
 def test_nothing_known_yet(clock):
