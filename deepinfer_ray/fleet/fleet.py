@@ -97,6 +97,7 @@ class RayFleet:
         self._mail: dict[Any, tuple[str, Gang, Rank]] = {}
         self._bereft: dict[int, tuple[float, str]] = {}
         """Gangs of which a rank reported the loss of another one: since when, and what it said."""
+        self._others_at = -math.inf  # when a gang that waits for its place was last not the only hope
         self._started = False
         self._closed = False
         self._failed = False
@@ -360,16 +361,18 @@ class RayFleet:
     def _placement_is_late(self, gang: Gang, waited_s: float) -> None:
         """Fatal at the start; later a gang waits as long as others run, and else for a while."""
         others = any(other is not gang for other in self._gangs.up)
-        limit_s = self._watch.patience.replacement
+        limit_s, now = self._watch.patience.replacement, self._clock()
+        if others:
+            self._others_at = now
         if self._gangs.is_further(gang):
             if waited_s > limit_s:
                 self._died(gang, None, f"no place within {limit_s:g} s")
             return
-        if gang.generation > 0 and (others or waited_s < limit_s):
+        if gang.generation > 0 and now - max(gang.since, self._others_at) < limit_s:
             if not gang.late:
                 gang.late = True
-                now = "the other ranks go on" if others else f"the job waits for {limit_s:.0f} s in all"
-                logger.warning("%s", gang.placement.failure(waited_s, now=now))
+                goes_on = "the other ranks go on" if others else f"the job waits for {limit_s:.0f} s in all"
+                logger.warning("%s", gang.placement.failure(waited_s, now=goes_on))
             return
         copies = sum(other.stage == "placing" for other in self._gangs)
         raise gang.placement.failure(waited_s, copies=copies)
@@ -469,7 +472,6 @@ class RayFleet:
         excused = machine is not None or gang.leaving
         further, stood = self._gangs.is_further(gang), gang.stage == "up"
         rows = self._take_back(gang, guilty=None if excused else rank)
-        self._bereft.pop(gang.index, None)
         gone = f"its machine {machine} is gone; " if machine else ""
         if further and not stood:
             pause = self._elastic.failed()
@@ -492,6 +494,7 @@ class RayFleet:
     def _take_back(self, gang: Gang, guilty: Rank | None) -> int:
         """Forget a gang's ranks; how many rows they had, which wait again. Those of `guilty` are suspects."""
         self._mail = {ref: letter for ref, letter in self._mail.items() if letter[1] is not gang}
+        self._bereft.pop(gang.index, None)
         rows = self._rows_of(gang)
         for member in gang.ranks:
             blame = guilty is not None and guilty.rank // self.grid.cp == member.rank // self.grid.cp

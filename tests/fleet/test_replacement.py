@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,3 +57,24 @@ def test_a_machine_that_must_be_started_first(
     else:
         with pytest.raises(PlacementError, match=r"was not met within [23]\.?\d* s"):
             run_past_a_death(stub, patience)
+
+
+def test_the_wait_begins_when_the_last_other_gang_is_gone(stub: ModuleType) -> None:
+    """A gang waited for two hours beside one that ran; then that one died, and both machines are to come."""
+    now = [0.0]
+    fleet = RayFleet("m", None, 2, engine_factory=stub.make, clock=lambda: now[0])
+    other: Any = SimpleNamespace(index=0, stage="up")
+    lost: Any = SimpleNamespace(
+        index=1, stage="placing", generation=1, late=True, since=0.0,
+        placement=SimpleNamespace(failure=lambda waited_s, **_: PlacementError(f"{waited_s:g} s")),
+    )  # fmt: skip
+    fleet._gangs.put(other)
+    fleet._gangs.put(lost)
+    for now[0] in (100.0, 7200.0):
+        fleet._placement_is_late(lost, now[0])
+    other.stage = "placing"
+    now[0] += Patience().replacement - 1
+    fleet._placement_is_late(lost, now[0])
+    now[0] += 2
+    with pytest.raises(PlacementError, match="8101 s"):
+        fleet._placement_is_late(lost, now[0])
