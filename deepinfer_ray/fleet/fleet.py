@@ -30,6 +30,7 @@ from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
 from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank, describe_death
 from deepinfer_ray.fleet.launch import Launcher
 from deepinfer_ray.fleet.machines import DrainNotices, lost_machine
+from deepinfer_ray.fleet.mail import Letter, Mail
 from deepinfer_ray.fleet.messages import RankReport, in_calls, own_arrays
 from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, most_gangs
 from deepinfer_ray.fleet.placement import cluster_nodes
@@ -94,7 +95,7 @@ class RayFleet:
         self._expected = self._ended = 0
         self._ready: list[WorkResult] = []
         self._stats: deque[RankStats] = deque(maxlen=MAX_STATS)
-        self._mail: dict[Any, tuple[str, Gang, Rank]] = {}
+        self._mail = Mail()
         self._bereft: dict[int, tuple[float, str]] = {}
         """Gangs of which a rank reported the loss of another one: since when, and what it said."""
         self._others_at = -math.inf  # when a gang that waits for its place was last not the only hope
@@ -195,7 +196,6 @@ class RayFleet:
         if self._closed:
             return
         self._closed = True
-        self._mail.clear()
         try:
             if graceful and not self._failed:
                 self._stop_loops()
@@ -251,21 +251,14 @@ class RayFleet:
 
     def _turn(self, wait_s: float) -> None:
         """Assign, wait for mail at most `wait_s`, read it, look after gangs that come up or went down."""
-        import ray
-
         self._watch.looking()
         self._assign()
         moving = [gang for gang in self._gangs if gang.stage != "up"]
-        refs = list(self._mail) + [ref for gang in moving for ref in gang.calls]
         wait_s = min(wait_s, BUILD_POLL_S if moving else self._watch.patience.ping_after / 2)
-        if refs:
-            ray.wait(refs, num_returns=1, timeout=0 if self._ready else wait_s, fetch_local=True)
-        elif not self._ready:
-            time.sleep(wait_s)
+        self._mail.wait([ref for gang in moving for ref in gang.calls], 0 if self._ready else wait_s)
         self._watch.looking()
-        done = ray.wait(list(self._mail), num_returns=len(self._mail), timeout=0)[0] if self._mail else []
-        for ref in done:
-            self._read(ref)
+        for letter, answer in self._mail.answered():
+            self._read(letter, answer)
         for gang in moving:
             if gang in self._gangs and not gang.leaving:
                 self._build_on(gang)
@@ -278,23 +271,16 @@ class RayFleet:
         for rank, items in self.router.assign().items():
             gang, member = self._gangs.member(rank)
             for batch in in_calls(items):
-                self._mail[member.actor.submit.remote(batch)] = ("submit", gang, member)
+                self._mail.sent(member.actor.submit.remote(batch), Letter("submit", gang, member))
 
-    def _read(self, ref: Any) -> None:
+    def _read(self, letter: Letter, answer: Any) -> None:
         """One answer of a rank; an exception in its place is a death."""
-        import ray
-
-        if ref not in self._mail:
-            return  # its gang died earlier in this turn
-        kind, gang, rank = self._mail.pop(ref)
-        try:
-            answer = ray.get(ref)
-        except ray.exceptions.RayError as error:
-            self._died(gang, rank, describe_death(error))
-            return
-        if kind == "collect":
-            self._collected(gang, rank, answer)
-        elif kind == "ping":
+        rank = letter.rank
+        if isinstance(answer, Exception):
+            self._died(letter.gang, rank, describe_death(answer))
+        elif letter.kind == "collect":
+            self._collected(letter.gang, rank, answer)
+        elif letter.kind == "ping":
             rank.pinging = None
             self._watch.heard(rank.rank, answer)
 
@@ -320,7 +306,7 @@ class RayFleet:
         self._collect(gang, rank)
 
     def _collect(self, gang: Gang, rank: Rank) -> None:
-        self._mail[rank.actor.collect.remote(COLLECT_WAIT_S)] = ("collect", gang, rank)
+        self._mail.sent(rank.actor.collect.remote(COLLECT_WAIT_S), Letter("collect", gang, rank))
 
     def _build_on(self, gang: Gang) -> None:
         """Bring a gang up further; its first ranks start to be fed the moment it stands."""
@@ -456,8 +442,7 @@ class RayFleet:
                     self._died(gang, rank, verdict)
                     break
                 if rank.pinging is None and self._watch.wants_ping(rank.rank):
-                    rank.pinging = rank.actor.ping.remote()
-                    self._mail[rank.pinging] = ("ping", gang, rank)
+                    rank.pinging = self._mail.sent(rank.actor.ping.remote(), Letter("ping", gang, rank))
 
     def _died(self, gang: Gang, rank: Rank | None, cause: str, *, own_fault: bool = False) -> None:
         """End what is left of the gang, take its rows back, start its successor.
@@ -493,7 +478,7 @@ class RayFleet:
 
     def _take_back(self, gang: Gang, guilty: Rank | None) -> int:
         """Forget a gang's ranks; how many rows they had, which wait again. Those of `guilty` are suspects."""
-        self._mail = {ref: letter for ref, letter in self._mail.items() if letter[1] is not gang}
+        self._mail.forget(gang)
         self._bereft.pop(gang.index, None)
         rows = self._rows_of(gang)
         for member in gang.ranks:
