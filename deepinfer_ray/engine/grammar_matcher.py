@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer_ray.engine.grammar_spec import GrammarSpec
+from deepinfer_ray.engine.whitespace_limit import WhitespaceLimit
 
 
 class Stage(enum.Enum):
@@ -28,7 +29,8 @@ class Stage(enum.Enum):
 
 class RowGrammar:
     """State of one sequence. matcher: a fresh `xgrammar.GrammarMatcher`. allowed: int32 words of the tokens
-    that the grammar may use at all. keep: tokens that `rollback` can take back."""
+    that the grammar may use at all. keep: tokens that `rollback` can take back. limit: of spaces in a row,
+    None = none."""
 
     __slots__ = (
         "_after_end",
@@ -38,24 +40,35 @@ class RowGrammar:
         "_undo",
         "allowed",
         "last_token",
+        "limit",
         "matcher",
         "num_tokens",
+        "run",
         "spec",
     )
 
-    def __init__(self, spec: GrammarSpec, matcher: Any, allowed: np.ndarray, keep: int) -> None:
-        self.spec, self.matcher, self.allowed = spec, matcher, allowed
+    def __init__(
+        self,
+        spec: GrammarSpec,
+        matcher: Any,
+        allowed: np.ndarray,
+        keep: int,
+        limit: WhitespaceLimit | None = None,
+    ) -> None:
+        self.spec, self.matcher, self.allowed, self.limit = spec, matcher, allowed, limit
         self.num_tokens = 0
         """Tokens accepted so far."""
         self.last_token = -1
         """The last of them."""
+        self.run = 0
+        """Spaces that they end with; 0 without a limit."""
         self._failure = _failure_function(spec.trigger_token_ids)
         self._progress = 0
         self._bound_fired = False
         self._after_end = False
-        self._undo: deque[tuple[bool, int, int, bool, bool]] = deque(maxlen=max(1, keep))
-        """Of each late token: whether the matcher took it, and last token, progress, bound and end before
-        it."""
+        self._undo: deque[tuple[bool, int, int, int, bool, bool]] = deque(maxlen=max(1, keep))
+        """Of each late token: whether the matcher took it, and last token, run, progress, bound and end
+        before it."""
 
     @property
     def stage(self) -> Stage:
@@ -84,9 +97,11 @@ class RowGrammar:
             self._progress += 1
         elif self._progress < len(self.spec.trigger_token_ids):
             self._follow_trigger(token)
-        self._undo.append((inner, self.last_token, *before))
+        self._undo.append((inner, self.last_token, self.run, *before))
         self.num_tokens += 1
         self.last_token = token
+        if self.limit is not None:
+            self.run = self.limit.after(self.run, token)
         return True
 
     def _allows(self, token: int) -> bool:
@@ -115,7 +130,8 @@ class RowGrammar:
             raise ValueError(f"{count} tokens to take back, {len(self._undo)} are kept")
         inner = 0
         for _ in range(count):
-            was_inner, self.last_token, self._progress, self._bound_fired, self._after_end = self._undo.pop()
+            was_inner, self.last_token, self.run, *before = self._undo.pop()
+            self._progress, self._bound_fired, self._after_end = before
             inner += was_inner
         if inner:
             self.matcher.rollback(inner)
@@ -125,7 +141,7 @@ class RowGrammar:
         """Back to before the first token."""
         self.matcher.reset()
         self._undo.clear()
-        self.num_tokens, self.last_token, self._progress = 0, -1, 0
+        self.num_tokens, self.last_token, self.run, self._progress = 0, -1, 0, 0
         self._bound_fired = self._after_end = False
 
 

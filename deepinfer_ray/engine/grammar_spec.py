@@ -175,7 +175,7 @@ def _format(value: Any, where: str, limits: GrammarLimits, depth: int) -> dict[s
             raise _refused(f"{where}.style: only 'json' is supported")
         result["json_schema"] = normalise(value.get("json_schema"), limits.max_nesting)
     elif kind == "regex":
-        check_regex(value.get("pattern"), f"{where}.pattern")
+        result["pattern"] = check_regex(value.get("pattern"), f"{where}.pattern")
     elif kind == "tag":
         ends = value["end"] if isinstance(value.get("end"), list) else [value.get("end")]
         if not all(isinstance(text, str) for text in (value.get("begin"), *ends)):

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from deepinfer_ray.engine.grammar_repair import repaired
+
 _LENGTH = struct.Struct("<Q")
-_TOKENS_OF_EBNF = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
-_LEAKY_CLASS, _SAFE_CLASS = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 _SOURCE = re.compile(r"^\[[\d:]+\] \S+?:\d+: (?:Check failed: .*? is false: )?")
 _GRACE_S = 5
 
@@ -120,11 +120,7 @@ def compile_job(compiler: Any, job: Job) -> Any:
         grammar = xgrammar.Grammar.from_regex(job.text)
     else:
         grammar = xgrammar.Grammar.from_ebnf(job.text)
-    text = str(grammar)
-    if _LEAKY_CLASS in text and job.kind in ("json", "structural_tag"):
-        # Strings with a length bound: control characters would come raw, which is no JSON.
-        text = _TOKENS_OF_EBNF.sub(lambda m: _SAFE_CLASS if m[0] == _LEAKY_CLASS else m[0], text)
-        grammar = xgrammar.Grammar.from_ebnf(text)
+    grammar = repaired(grammar, json_strings=job.kind in ("json", "structural_tag"))
     compiled = compiler.compile_grammar(grammar)
     _check_not_empty(compiled)
     return compiled

@@ -65,13 +65,14 @@ _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 """A schema with one of these has no other keyword beside annotations (and `type` beside values)."""
 _KNOWN = ANNOTATIONS | _ROOT_ONLY | {"type", *_WHOLE} | frozenset().union(*_OF_TYPE.values())
 
-_IPV4 = r"((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]{0,1}[0-9])"
+_IPV4 = rf"({_BYTE}\.){{3}}{_BYTE}"
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 )
 """Formats whose syntax is kept; that a date exists is not checked."""
 
-SAFE = r'[^"\\\x00-\x1f]'
+SAFE = r'[^"\\\u0000-\u001f]'
 """Characters of a JSON string that need no escape."""
 
 Schema = dict[str, Any] | bool
@@ -357,14 +358,14 @@ class _Normaliser:
             raise refused(where, "'patternProperties' of several patterns is not supported")
         ((pattern, each),) = patterns.items()
         place = f"{where}.patternProperties[{pattern!r}]"
-        check_regex(pattern, place, in_json=True)
+        told = check_regex(pattern, place, in_json=True)
         try:
             clash = next((name for name in declared if re.search(pattern, name)), None)
         except re.error as error:
             raise refused(place, f"the pattern is broken: {error}") from None
         if clash is not None:
             raise refused(place, f"the declared member {clash!r} matches it, too, which is not supported")
-        return {pattern: self._schema(each, place, depth + 1)}
+        return {told: self._schema(each, place, depth + 1)}
 
     def _name_rules(
         self, result: dict[str, Any], rules: object, open_to: Schema, has_members: bool, where: str

@@ -238,11 +238,11 @@ def _other_than(node: Mapping[str, Any], safe: str) -> str:
             continue
         parts.append(f"{_literal(char)}{_other_than(node[char], safe)}")
     body = "|".join(parts)
-    return f"({body})" if "" in node else f"({body})?"
+    return f"({body})" if "" in node else f"({body}){{0,1}}"
 
 
 def _literal(char: str) -> str:
-    return char if char.isalnum() or ord(char) > 0x7F else f"\\x{ord(char):02x}"
+    return char if char.isalnum() or ord(char) > 0x7F else f"\\u{ord(char):04x}"
 
 
 def _in_class(char: str) -> str:

@@ -29,6 +29,7 @@ from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.sequence import Sequence
 from deepinfer_ray.engine.utf8_guard import Utf8Guard, words_of
+from deepinfer_ray.engine.whitespace_limit import WhitespaceLimit
 from deepinfer_ray.errors import RowError
 
 PARALLEL_FROM = 8
@@ -86,8 +87,11 @@ class StructuredOutputs:
         self.vocab_size = len(vocabulary.pieces)
         self._num_words = -(-self.vocab_size // 32)
         self._special = special
-        self._plain = ~self._words(special)
         self._guard = Utf8Guard(vocabulary.pieces)
+        self._spaces = WhitespaceLimit(vocabulary.pieces, options.max_whitespace)
+        usable = np.ones(self.vocab_size, np.bool_)
+        usable[[*special, *self._guard.broken]] = False
+        self._plain = self._words(np.flatnonzero(usable))
         self._keep = scheduler.settings.num_drafts + 2
         self._waiting: dict[int, tuple[Sequence, GrammarSpec, Build]] = {}
         self._threads = min(options.threads, os.cpu_count() or 1)
@@ -160,9 +164,10 @@ class StructuredOutputs:
             spelled = [token for token, text in self._special.items() if text and text in spec.text]
             if spelled:
                 allowed = allowed | self._words(spelled)
-        return RowGrammar(spec, GrammarMatcher(build.compiled), allowed, self._keep)
+        limit = self._spaces if spec.kind == "json" and spec.any_whitespace else None
+        return RowGrammar(spec, GrammarMatcher(build.compiled), allowed, self._keep, limit)
 
-    def _words(self, ids: Iterable[int]) -> np.ndarray:
+    def _words(self, ids: Iterable[int] | np.ndarray) -> np.ndarray:
         return words_of(ids, self.vocab_size)
 
     # -- a step -----------------------------------------------------------------------------------------
@@ -278,6 +283,8 @@ class StructuredOutputs:
             whole = self._guard.allowed_after(one.grammar.last_token)
             if whole is not None:
                 words[place] &= whole
+            if one.grammar.limit is not None:
+                one.grammar.limit.narrow(words[place], one.grammar.run)
             if one.taken:  # it may never come to this: the sampler finds a row without a token by itself
                 continue
             if not words[place].any():

@@ -233,3 +233,35 @@ def test_characters_are_never_broken(workshop):
         text = json.loads(result.text) if "json" in request.params.structured_outputs else result.text
         assert "\ufffd" not in text
         assert len(text) == 12
+
+
+@pytest.mark.parametrize("limit", [3, 25])
+def test_spaces_between_the_parts_of_json_come_to_an_end(workshop, limit):
+    """Newlines and spaces are by far the likeliest here; inside a string they are text."""
+    bias = {3 + ord("\n"): 30.0, 3 + ord(" "): 30.0, 3 + ord('"'): 5.0}
+    schema = {"type": "array", "items": {"type": "string", "minLength": 30, "maxLength": 30}, "minItems": 2}
+    engine = workshop.engine(structured={"max_whitespace": limit})
+    request = workshop.request({"json": {**schema, "maxItems": 2}}, logit_bias=bias, max_tokens=400)
+    (result,) = workshop.run(engine, [request])
+    assert result.finish_reason == "stop"
+    one, two = json.loads(result.text)
+    assert one == two == " " * 30
+    outside = re.findall(r"\s+", result.text.replace(one, ""))
+    assert [len(run) for run in outside] == [limit] * 4
+
+
+def test_spaces_of_drafts_are_taken_back(workshop):
+    engine = workshop.engine(structured={"max_whitespace": 4})
+    request = workshop.request({"json": {"type": "array", "items": {"type": "integer"}}})
+    engine.add(request)
+    while not engine.scheduler.num_running:
+        engine.step()
+    grammar = engine.scheduler.state.live[request.request_id].grammar
+    grammar.restart()
+    for char in "[ \n":
+        assert grammar.accept(3 + ord(char))
+    assert grammar.run == 2
+    assert grammar.accept(3 + ord("7"))
+    assert grammar.run == 0
+    grammar.rollback(2)
+    assert grammar.run == 1

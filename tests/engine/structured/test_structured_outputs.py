@@ -56,7 +56,16 @@ def test_random_schemas_hold(workshop, random_schemas):
 
 
 def test_64_grammars_in_one_batch(workshop):
-    requests = [workshop.request({"regex": f"<{number}:[a-c]{{3}}>"}, number) for number in range(64)]
+    """Patterns and schemas, all of them compiled before the first step."""
+    asked = [
+        {"regex": f"<{number}:[a-c]{{3}}>"} if number % 2 else {"json": {"const": f"value {number}"}}
+        for number in range(64)
+    ]
+    requests = [workshop.request(each, number) for number, each in enumerate(asked)]
+    builds = [workshop.pool.get(GrammarSpec.of(each)) for each in asked]
+    while not all(build.done for build in builds):
+        workshop.pool.wait(0.2)
+        workshop.pool.collect()
     engine = workshop.engine(max_seqs=64)
     most = 0
     results = {}
@@ -67,7 +76,9 @@ def test_64_grammars_in_one_batch(workshop):
         most = max(most, engine.scheduler.num_running)
     assert most == 64
     for number, request in enumerate(requests):
-        assert re.fullmatch(f"<{number}:[a-c]{{3}}>", results[request.request_id].text)
+        text = results[request.request_id].text
+        pattern = f"<{number}:[a-c]{{3}}>" if number % 2 else f'"value {number}"'
+        assert re.fullmatch(pattern, text), text
 
 
 KINDS = [

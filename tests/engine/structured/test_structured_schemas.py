@@ -13,8 +13,8 @@ from deepinfer_ray.engine.regex_check import check_regex
 from deepinfer_ray.errors import RowError
 
 INT = {"type": "integer"}
-REST = r'"\\\x00-\x1f'
-NOT_A = f"([^{REST}a][^{REST}]*|a([^{REST}][^{REST}]*))?"
+REST = r'"\\\u0000-\u001f'
+NOT_A = f"([^{REST}a][^{REST}]*|a([^{REST}][^{REST}]*)){{0,1}}"
 """All names but `a`."""
 KEPT = [
     (True, {}),
@@ -165,12 +165,40 @@ def test_nesting_is_limited():
             normalise(deep, 8)
 
 
-PATTERNS = ["a", "^a$", "^(a|b)*?c{2,3}d{2}e{1,}$", r"[^\]\\a-z]+\.\u00e9\x41\u{1F600}\d\w\S", "(?:ab)?", ""]
+PATTERNS = [
+    ("a", "a"),
+    ("^a$", "^a$"),
+    ("", ""),
+    ("^(a|b)*?c{2,3}d{2}e{1,}?$", "^(a|b)*c{2,3}d{2}e{1,}$"),
+    (r"[^\]\\a-z]+\.\u00e9\x41b\u{1F600}\d\w\S", r"[^\]\\a-z]+\.éAb😀\d\w\S"),
+    ("(?:ab)?c??", "(?:ab){0,1}c{0,1}"),
+    (r"[\^]x[\^a]y[\^-b]z[\^-\^q]", r"\^x[a\^]y[_-b\^]z[q\^]"),
+    (r"[\x5ea-]\n\x24\0[\d\-x]", r"[a\-\^]\u000a\$\u0000[\d\-x]"),
+]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns_that_are_taken_as_they_are(pattern):
-    assert check_regex(pattern, "regex") == pattern
+@pytest.mark.parametrize(("pattern", "told"), PATTERNS)
+def test_how_patterns_are_told(pattern, told):
+    assert check_regex(pattern, "regex") == told
+    assert check_regex(told, "regex") == told
+
+
+JSON_PATTERNS = [
+    ("a.b", r'a[^\u0000-\u001f"\\]b'),
+    (r"[^é]\d", r'[^é\u0000-\u001f"\\][0-9]'),
+    (r'["-\x5d]+', r"[#-\[\]]+"),
+    (
+        r"\D|\s",
+        "[ -!#-/:-\\[\\]-\U0010ffff]|"
+        "[ \\u00a0\\u1680\\u2000-\\u200a\\u2028-\\u2029\\u202f\\u205f\\u3000\\ufeff]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "told"), JSON_PATTERNS)
+def test_how_patterns_inside_json_are_told(pattern, told):
+    """No class has what JSON would write with an escape."""
+    assert check_regex(pattern, "schema.pattern", in_json=True) == told
 
 
 BAD_PATTERNS = [
@@ -189,6 +217,10 @@ BAD_PATTERNS = [
     ("[]a]", "an empty character class"),
     ("a{,3}", "must be escaped"),
     ("a{3,2}", "asks for at least 3 and at most 2"),
+    ("a*+", "the quantifier + stands behind another one"),
+    ("a*??", "the quantifier ? stands behind another one"),
+    ("(|*a)", "the quantifier * has nothing before it"),
+    ("[b-a]", "a range of a character class needs two characters in order"),
     (7, "a pattern is a string, not int"),
 ]
 
@@ -199,6 +231,11 @@ def test_patterns_that_would_not_be_kept(pattern, message):
         check_regex(pattern, "regex")
     assert str(caught.value).startswith("regex: ")
     assert message in str(caught.value)
+
+
+def test_a_class_of_nothing_but_escapes_is_refused_in_json():
+    with pytest.raises(RowError, match="has nothing but what JSON writes with an escape"):
+        normalise({"type": "string", "pattern": '["\\\\]'}, 8)
 
 
 def test_the_canonical_form_names_the_grammar():
