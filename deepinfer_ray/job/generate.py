@@ -183,7 +183,8 @@ class _Run:
         observer = self._observe()
         backend = make_backend(prepared.engine, prepared.model)
         ranks = prepared.engine.parallel.world
-        self._say(f"starting {ranks} rank{'s' if ranks > 1 else ''} for {self.rows_left:,} rows")
+        more = f"; more may join, up to {prepared.job.max_gangs} gangs" if prepared.job.max_gangs else ""
+        self._say(f"starting {ranks} rank{'s' if ranks > 1 else ''} for {self.rows_left:,} rows{more}")
         graceful = False
         try:
             feeder.start()  # the first rows are ready by the time the ranks are

@@ -256,9 +256,11 @@ def test_a_job_with_a_gang_that_joins(cluster: Any, stub: ModuleType, tmp_path: 
         options = replace(chosen, cpus_per_rank=0.5)
         return RayFleet("m", {"room": 8}, 1, device="cpu", engine_factory=stub.make, options=options)
 
+    said: list[str] = []
     with StopSignals() as signals:
-        outcome = generate(config, make, lambda line: None, signals)
+        outcome = generate(config, make, said.append, signals)
     assert outcome.exit_code == 0
+    assert "starting 1 rank for 1,200 rows; more may join, up to 2 gangs" in said
     rows = pq.read_table(tmp_path / "out").to_pylist()
     assert [row["token_ids"] for row in rows] == [prompt[::-1] for prompt in ids]
     (run,) = read_stats(Store(str(tmp_path / "out")))
