@@ -13,6 +13,10 @@ from deepinfer_ray.config.base import Section
 from deepinfer_ray.config.topology import BLOCK_TOKENS
 
 UNLIMITED_SUM_K = 1 << 30
+MAX_DRAFTS = 32
+"""Most drafts of a step (spec/speculative.md §0.1)."""
+MAX_FORCE_TOPK = 16384
+"""Most candidates that `sampling.force_topk` may keep (spec/speculative.md §5.7)."""
 
 
 class ModelOptions(Section):
@@ -141,9 +145,10 @@ class PrefillOptions(Section):
 class SpeculativeOptions(Section):
     """Drafting and verification (spec/speculative.md)."""
 
-    num_drafts: int | None = Field(None, ge=0, lt=BLOCK_TOKENS)
-    """Draft tokens a step; 0 = plain decoding. Greedy output is the same with and without, sampled output has
-    the same distribution. None: 5 where `runtime.backend` is `cuda` and the checkpoint has draft layers, else
+    num_drafts: int | None = Field(None, ge=0)
+    """Draft tokens a step, at most 32; 0 = plain decoding. Greedy output is the same with and without, sampled
+    output has the same distribution. More than the checkpoint's `dspark_block_size` work, but were never
+    trained. None: 5 where `runtime.backend` is `cuda` and the checkpoint has draft layers, else
     0 (`auto` too: what comes out must not depend on the machine that a job is started from)."""
     varlen: bool = False
     """Verify as many drafts as are worth their measured time. Lengths then depend on timing, and with them
@@ -152,8 +157,20 @@ class SpeculativeOptions(Section):
     """One temperature, or one for each draft position."""
     enforce_eager: bool = False
     graph_interval: int = Field(8, ge=1)
+    """These two of the release change nothing here: drafting is always launched eagerly."""
     perf_cache_dir: str | None = None
+    """Directory in which measured costs of decode steps are kept."""
     perf_cache_ttl_s: int = Field(3600, ge=0)
+
+    @field_validator("num_drafts")
+    @classmethod
+    def _few_drafts(cls, value: int | None) -> int | None:
+        if value is not None and value > MAX_DRAFTS:
+            raise ValueError(
+                f"num_drafts = {value} is more than {MAX_DRAFTS}, the longest block that can be drafted; "
+                "checkpoints are trained for fewer (dspark_block_size, 5 in V4.1)"
+            )
+        return value
 
     @model_validator(mode="after")
     def _temperatures(self) -> SpeculativeOptions:
@@ -173,7 +190,9 @@ class SamplingOptions(Section):
     """Sampler settings of a whole engine; a row's own are `SamplingParams`."""
 
     diagnostics: bool = False
-    force_topk: int = Field(0, ge=0)
+    """Give every token of a result how it came about (`RequestResult.diagnostics`)."""
+    force_topk: int = Field(0, ge=0, le=MAX_FORCE_TOPK)
+    """Only this many of a row's best logits take part in anything, log-probabilities too; 0 = all."""
     token_blacklist: str = Field("", coerce_numbers_to_str=True)
     """Ids and inclusive ranges that are never sampled, strictly increasing: `0..3,7`."""
 
@@ -218,6 +237,8 @@ class StructuredOptions(Section):
     max_schema_bytes: int = Field(256 * 1024, ge=1)
     max_nesting: int = Field(64, ge=1, le=200)
     """Levels of schemas within schemas, and of values in them."""
+    max_whitespace: int = Field(100, ge=1)
+    """Spaces and newlines in a row between the parts of JSON, more or less the length of a token."""
     on_preempt: Literal["finish", "replay"] = "replay"
     """A row that loses its cache: end it with what it has, or compute it again to the same end."""
 

@@ -6,6 +6,7 @@ not know: other ranks, Ray, requests. Everything that can be refused is refused 
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ from deepinfer_ray.parallel import deep_ep
 from deepinfer_ray.parallel.channel import Channel
 from deepinfer_ray.parallel.groups import ProcessGroups
 from deepinfer_ray.parallel.rebalance import Rebalancer, Trigger
+
+logger = logging.getLogger(__name__)
 
 POSITION_SLACK = 128
 """Position tables reach this far beyond the context, so that plain and overlapped loops, whose last positions
@@ -83,6 +86,13 @@ def prepare(model_dir: str | Path, config: EngineConfig, device: str | None = No
     where = pick_device(device or config.runtime.backend)
     model_config = ModelConfig.load(model_dir)
     config = config.resolve(model_config)
+    if config.num_drafts > model_config.text.dspark_block_size:
+        logger.warning(
+            "speculative.num_drafts = %d, but the drafter of this checkpoint was trained for %d "
+            "(dspark_block_size): later drafts will hardly be accepted",
+            config.num_drafts,
+            model_config.text.dspark_block_size,
+        )
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_dir)
     compress = None
     if model_config.text.has_engram:

@@ -134,7 +134,7 @@ def test_texts_become_values_of_the_options_type() -> None:
         ),
         ({"sets": ["speculative.confidence_temperature=[1,2]"]}, "has 2 values, needs one or num_drafts = 0"),
         ({"sets": ["speculative.confidence_temperature=0"]}, "must be positive"),
-        ({"sets": ["speculative.num_drafts=128"]}, "must be less than 128"),
+        ({"sets": ["speculative.num_drafts=33"]}, "num_drafts = 33 is more than 32, the longest block"),
         (
             {"flags": {"--dp": 2, "--ep": 3}},
             "dp * cp = 2 * 1 = 2 is not divisible by ep = 3 (from --dp, --ep)",

@@ -400,6 +400,21 @@ def test_a_model_without_its_drafter_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("drafts", [5, 6])
+def test_more_drafts_than_were_trained_are_told_of(drafts: int, caplog: pytest.LogCaptureFixture) -> None:
+    prepare(TINY, EngineConfig().with_values(speculative={"num_drafts": drafts}), "cpu")
+    said = [message for message in caplog.messages if "dspark_block_size" in message]
+    assert len(said) == (drafts > 5)
+    assert all(f"num_drafts = {drafts}, but the drafter of this checkpoint was trained for 5" in m for m in said)
+
+
+def test_more_drafts_than_were_trained_change_no_token(
+    lab: Lab, greedy: tuple[list[Request], list[Any]]
+) -> None:
+    requests, without = greedy
+    assert bits(run(lab.engine(9, zos=True), requests[:8])) == without[:8]
+
+
 def test_slot_zero_keeps_its_placeholders() -> None:
     pool = DraftPool(3, 2, 40, "cpu")
     rows = pool.write_rows(torch.tensor([0, 1, 3]), 1)
