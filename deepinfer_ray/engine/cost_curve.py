@@ -1,6 +1,7 @@
 """What a decode step costs by its number of rows: measured once, corrected in use (speculative spec §4.2).
 
-Knows: the ladder of sizes, a curve on disk, running medians. Does not know: models, who asks.
+Knows: the ladder of sizes, a curve on disk, one curve for many ranks, running medians. Does not know: models,
+who asks.
 Times are milliseconds. A size stands for all row numbers down to the size below it: no interpolation.
 """
 
@@ -18,6 +19,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
+import torch
+
+from deepinfer_ray.parallel.rank_group import RankGroup
 
 REPEATS = 5
 """Timed runs a size; the fastest and the slowest are left out."""
@@ -60,6 +64,22 @@ class CostCurve:
                 times.append((clock() - start) * 1e3)
             base[size] = fmean(sorted(times)[1:-1])
         return cls(tuple(sorted(base)), tuple(base[size] for size in sorted(base)))
+
+
+def averaged(curve: CostCurve, group: RankGroup) -> CostCurve:
+    """The mean of the curves that the ranks measured, the same on all of them; collective. All have the same
+    sizes."""
+    everyone = group.gather(torch.tensor(curve.base, dtype=torch.float64))
+    return CostCurve(curve.sizes, tuple(everyone.mean(0).tolist()))
+
+
+def announced(curve: CostCurve | None, sizes: Sequence[int], group: RankGroup) -> CostCurve | None:
+    """The curve that rank 0 has, on every rank, or None on all of them; collective."""
+    base = torch.full((len(sizes),), float("nan"), dtype=torch.float64)
+    if curve is not None:
+        base = torch.tensor(curve.base, dtype=torch.float64)
+    group.broadcast(base)
+    return None if base.isnan().any() else CostCurve(tuple(sizes), tuple(base.tolist()))
 
 
 class StepCosts:

@@ -116,17 +116,19 @@ class Drafting:
         vocab_size: int,
         temperature: float | tuple[float, ...] = 1.0,
         blacklist: torch.Tensor | None = None,
+        best: int = 0,
         staging: Staging | None = None,
         row_multiple: int = 1,
     ) -> None:
         """num_slots: draft slots of the scheduler. temperature: of confidences, one or one for each draft.
+        blacklist: ids that are never sampled. best: logits that take part, of drafts too; 0 = all.
         row_multiple: sequences of a draft block are filled up to this."""
         self.model, self.pools, self.table = model, pools, table
         self.drafts = table.num_drafts
         self.pool = DraftPool(num_slots, self.drafts, vocab_size, pools.device)
         values = temperature if isinstance(temperature, tuple) else (temperature,) * self.drafts
         self.temperatures = [max(value, LEAST_TEMPERATURE) for value in values]
-        self._blacklist, self._multiple = blacklist, row_multiple
+        self._blacklist, self._best, self._multiple = blacklist, best, row_multiple
         self._staging = staging or Staging(pools.device)
         self._part = max(16, LOGIT_BYTES // (4 * vocab_size))
 
@@ -140,7 +142,7 @@ class Drafting:
         rows.masks = masks
         ids_T = self.pool.ids.index_select(0, step.read_rows).masked_fill(~step.verifies, -1)
         logits_TV = self.model.logits(hidden_TD)
-        mask_logits(logits_TV, rows, self._blacklist, self._staging)
+        mask_logits(logits_TV, rows, self._blacklist, self._staging, self._best)
         drafts = DraftRows(ids_T, step.verifies, step.read_rows, self.pool.logprobs)
         output, verdict = self._verify(logits_TV, rows, drafts)
         del logits_TV
@@ -263,7 +265,9 @@ class Drafting:
             rows = inputs.draft_rows(plan, self.table, place).padded(len(newest_n))
             rows_n = self.pool.write_rows(step.slots, place)
             keep = _KeepDistribution(self.pool, rows_n)
-            previous_n = sample(logits_nV, rows, None, self._staging, draw=keep, shift=prefix.count).tokens
+            previous_n = sample(
+                logits_nV, rows, None, self._staging, draw=keep, shift=prefix.count, best=self._best
+            ).tokens
             confidence_n = logistic(score_n).masked_fill(ends_n, 0.0)
             self.pool.ids.index_copy_(0, rows_n, previous_n)
             self.pool.confidence.index_copy_(0, rows_n, confidence_n)

@@ -113,6 +113,7 @@ class Engine:
             pools,
             self.scheduler,
             blacklist=blacklist,
+            best=config.sampling.force_topk,
             placeholders=self._lockstep,
             timeline=timeline,
             hooks=hooks,
@@ -167,9 +168,10 @@ class Engine:
         )
 
     def _schedule_lengths(self) -> None:
-        """Verified lengths by confidence and measured cost (spec/speculative.md §4)."""
+        """Verified lengths by confidence and measured cost (spec/speculative.md §4). The drivers of a gang
+        measure together and have one curve."""
         options, store = self.config.speculative, None
-        if options.perf_cache_dir and not self._lockstep:  # ranks that measure together must all measure
+        if options.perf_cache_dir:
             device = torch.device(self.pools.device)
             key = {
                 "unit": "ms",
@@ -177,9 +179,11 @@ class Engine:
                 "numerics": self.config.numerics,
                 "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node(),
                 "drafts": self.settings.num_drafts,
+                "ranks": None if self.ranks is None else str(self.ranks.groups.grid),
             }
             store = CurveStore(Path(options.perf_cache_dir), key, options.perf_cache_ttl_s)
-        costs = self.loop.measure_costs(options.graph_interval, store)
+        group = None if self.ranks is None else self.ranks.groups.votes
+        costs = self.loop.measure_costs(self.config.runtime.graph_interval, store, group)
         self.scheduler.draft_lengths = ScheduledLengths(costs)
 
     def _check_pools(self) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from deepinfer_ray.cache.transfer import Staging
-from deepinfer_ray.engine.logits_processors import NEGATIVE_INFINITY, LogitEdits, TokenMasks
+from deepinfer_ray.engine.logits_processors import MASK_BYTES, NEGATIVE_INFINITY, LogitEdits, TokenMasks
 from deepinfer_ray.engine.philox import CASE_SAMPLE, random_words
 from deepinfer_ray.engine.request import GREEDY_TEMPERATURE
 
@@ -156,15 +156,17 @@ def sample(
     whole: bool | None = None,
     draw: Draw = draw_fresh,
     shift: torch.Tensor | None = None,
+    best: int = 0,
 ) -> SampleOutput:
     """One token per row. `logits_NV` float32 is changed in place by masks and edits.
 
     staging: how columns reach the logits' device, by default afresh. whole: compute all rows in every way
     that some row needs and pick, so that no shape depends on who asked for what; by default on every device
-    but a CPU. The same bits either way on a CPU. shift: int64 [N] added to the rows' positions.
+    but a CPU. The same bits either way on a CPU. shift: int64 [N] added to the rows' positions. best: see
+    `keep_best`; 0 = all.
     """
     staging = staging or Staging(logits_NV.device)
-    mask_logits(logits_NV, rows, blacklist, staging)
+    mask_logits(logits_NV, rows, blacklist, staging, best)
     peak_N, tokens_N = logits_NV.max(dim=-1)
     output = SampleOutput(tokens_N, ~torch.isfinite(peak_N))
     forced_N = None
@@ -194,15 +196,35 @@ def sample(
 
 
 def mask_logits(
-    logits_NV: torch.Tensor, rows: SampleRows, blacklist: torch.Tensor | None, staging: Staging
+    logits_NV: torch.Tensor,
+    rows: SampleRows,
+    blacklist: torch.Tensor | None,
+    staging: Staging,
+    best: int = 0,
 ) -> None:
-    """Bans of the engine, then what the rows' requests change (grammars first), in place."""
+    """Bans of the engine, what the rows' requests change (grammars first), then `keep_best`, in place."""
     if blacklist is not None:
         logits_NV.index_fill_(1, blacklist, NEGATIVE_INFINITY)
     if rows.masks is not None:
         rows.masks.apply(logits_NV, staging)
     if rows.edits:
         rows.edits.apply(logits_NV, staging)
+    if 0 < best < logits_NV.shape[1]:
+        keep_best(logits_NV, best)
+
+
+def keep_best(logits_NV: torch.Tensor, count: int) -> None:
+    """All but the `count` largest logits of each row to minus infinity, in place; of equals the lower ids
+    stay (spec/speculative.md §5.7). What comes after sees those alone, the normaliser too. Ids stay what they
+    are, so a draft outside the target's best has probability 0 and is rejected. NaN stays.
+    """
+    step = max(1, MASK_BYTES // (8 * logits_NV.shape[1]))
+    for part_MV in logits_NV.split(step):
+        least_M1 = part_MV.topk(count, dim=-1).values[:, -1:]
+        equal_MV = part_MV == least_M1
+        room_M1 = count - (part_MV > least_M1).sum(-1, keepdim=True)
+        dropped_MV = (part_MV < least_M1) | (equal_MV & (equal_MV.cumsum(-1) > room_M1))
+        part_MV.masked_fill_(dropped_MV, NEGATIVE_INFINITY)
 
 
 @dataclass(slots=True)

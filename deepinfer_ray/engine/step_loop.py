@@ -22,7 +22,15 @@ from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.cache.transfer import Staging
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.engine import inputs, sampler
-from deepinfer_ray.engine.cost_curve import CostCurve, CostListener, CurveStore, StepCosts, ladder
+from deepinfer_ray.engine.cost_curve import (
+    CostCurve,
+    CostListener,
+    CurveStore,
+    StepCosts,
+    announced,
+    averaged,
+    ladder,
+)
 from deepinfer_ray.engine.drafting import Drafting
 from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.host_copy import HostCopy
@@ -37,6 +45,7 @@ from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.engine.timers import StepTimers
 from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.ops.sync_guard import forbid_sync
+from deepinfer_ray.parallel.rank_group import RankGroup, SingleRank
 
 SCORE_BYTES = 64 << 20
 """Logits of prompt rows that exist at one time when prompt log-probabilities are asked for."""
@@ -96,6 +105,7 @@ class StepLoop:
         scheduler: Scheduler,
         *,
         blacklist: np.ndarray | None = None,
+        best: int = 0,
         placeholders: bool = False,
         timeline: Timeline | None = None,
         hooks: EngineHooks | None = None,
@@ -103,7 +113,8 @@ class StepLoop:
         batch_invariant: bool = False,
         confidence_temperature: float | tuple[float, ...] = 1.0,
     ) -> None:
-        """blacklist: ids that are never sampled. placeholders: run an empty step's forward with invalid rows,
+        """blacklist: ids that are never sampled. best: logits of a row that take part, 0 = all.
+        placeholders: run an empty step's forward with invalid rows,
         because other ranks wait in its collectives. sync_guard: raise where launching a step would wait for
         a CUDA device. batch_invariant: see `RowMultiples`. confidence_temperature: see `Drafting`."""
         self.model, self.pools, self.scheduler = model, pools, scheduler
@@ -142,6 +153,7 @@ class StepLoop:
         )
         self._staging = Staging(self.device)
         self._blacklist: torch.Tensor | None = None
+        self._best = best
         if blacklist is not None and len(blacklist):
             self._blacklist = torch.from_numpy(blacklist).to(self.device)
         self.drafting = self._make_drafting(confidence_temperature, multiples.sample)
@@ -172,20 +184,24 @@ class StepLoop:
             vocab_size=self.model.config.text.vocab_size,
             temperature=temperature,
             blacklist=self._blacklist,
+            best=self._best,
             staging=self._staging,
             row_multiple=row_multiple,
         )
 
     @torch.inference_mode()
-    def measure_costs(self, interval: int, store: CurveStore | None = None) -> StepCosts:
+    def measure_costs(
+        self, interval: int, store: CurveStore | None = None, group: RankGroup | None = None
+    ) -> StepCosts:
         """What decode forwards cost by their number of rows, now and, corrected, from here on. Runs trial
-        steps that touch nobody's cache. Collective where the forward is: ranks in lockstep pass no store."""
-        settings = self.scheduler.settings
+        steps that touch nobody's cache. group: ranks that are to have one curve; collective over them."""
+        settings, group = self.scheduler.settings, group or SingleRank()
         sizes = ladder(settings.max_seqs * (1 + settings.num_drafts), interval)
-        curve = store.load(sizes) if store is not None else None
+        kept = store.load(sizes) if store is not None and group.rank == 0 else None
+        curve = announced(kept, sizes, group)
         if curve is None:
-            curve = CostCurve.measure(sizes, self._trial)
-            if store is not None:
+            curve = averaged(CostCurve.measure(sizes, self._trial), group)
+            if store is not None and group.rank == 0:
                 store.save(curve)
         costs = StepCosts(curve)
         self._costs = self.timers.listener = CostListener(costs)
@@ -333,7 +349,7 @@ class StepLoop:
                 logits = self.model.logits(hidden.index_select(0, flight.sample_rows))
                 rows = inputs.sample_rows(plan, self.table, members).padded(len(flight.sample_rows))
                 rows.masks = masks
-                drawn = sampler.sample(logits, rows, self._blacklist, self._staging)
+                drawn = sampler.sample(logits, rows, self._blacklist, self._staging, best=self._best)
                 if self.overlapped and not plan.is_prompt:
                     none = drawn.tokens.new_zeros((len(drawn.tokens), 0))
                     flight.in_flight = InFlight(drawn.tokens, none, torch.zeros_like(drawn.tokens))

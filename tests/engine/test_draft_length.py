@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from deepinfer_ray.engine.cost_curve import CostCurve, CurveStore, StepCosts, ladder
+from deepinfer_ray.engine.cost_curve import CostCurve, CurveStore, StepCosts, announced, averaged, ladder
 from deepinfer_ray.engine.draft_length import ScheduledLengths, best_rows, give_out, give_out_on_device
 from deepinfer_ray.engine.scheduler import Scheduler
 from deepinfer_ray.engine.simulation import Loop, create_scheduler
+from deepinfer_ray.engine.table import SequenceTable
+from deepinfer_ray.parallel.rank_group import ThreadGroup
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "ops" / "spec_schedule.safetensors"
 CRITICAL_Z = 3.719
@@ -131,6 +136,14 @@ def test_a_recorded_course_of_three_sequences() -> None:
 # ------------------------------------------------------------------ the lag
 
 
+def survivals(newest: np.ndarray, older: np.ndarray) -> SequenceTable:
+    """What `ScheduledLengths` reads of a table whose last step is committed."""
+    n = len(newest)
+    columns = {"n_rates": np.full(n, 2), "sched_cnt": np.full(n, 7), "proc_cnt": np.full(n, 7)}
+    columns |= {"has_draft": np.full(n, True), "rate": newest, "prev_rate": older}
+    return cast(SequenceTable, SimpleNamespace(**columns))
+
+
 def transitions(sequences: int, lagged: bool, steps: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """(transition counts, their probabilities) of first-order chains that are decoded with two drafts a step.
 
@@ -152,7 +165,8 @@ def transitions(sequences: int, lagged: bool, steps: int, tokens: int) -> tuple[
         blocks: list[list[int]] = [[] for _ in outputs]
         newest, older = np.zeros((2, sequences, 2), np.float32)
         while min(map(len, outputs)) <= tokens:
-            lengths = give_out(newest, best_rows(older if lagged else newest, curve))
+            table = survivals(newest, older if lagged else newest)
+            lengths = ScheduledLengths(curve).choose(table, np.arange(sequences))
             older = newest.copy()
             for i, length in enumerate(lengths):
                 output = outputs[i]
@@ -185,6 +199,20 @@ def test_a_budget_of_two_steps_ago_is_exact_and_a_newer_one_is_not(
     statistic, freedom = ((counts - expected) ** 2 / expected).sum(), 6
     critical = freedom * (1 - 2 / (9 * freedom) + CRITICAL_Z * (2 / (9 * freedom)) ** 0.5) ** 3
     assert (statistic < critical) == exact, statistic
+
+
+def test_a_step_in_flight_leaves_its_predecessors_survivals_for_both_choices() -> None:
+    """The host then knows those of two steps ago at best, and the device gives the rows out again."""
+    newest, older = np.array([[0.9, 0.8]], np.float32), np.array([[0.1, 0.05]], np.float32)
+    curve = Curve(np.array([np.inf, 1.0, 1.2, 1.4]))
+    table = survivals(newest, older)
+    assert ScheduledLengths(curve).choose(table, np.arange(1)).tolist() == [1], "nothing was sure then"
+    table.sched_cnt = table.proc_cnt + 1
+    assert ScheduledLengths(curve).choose(table, np.arange(1)).tolist() == [3]
+    table.n_rates[:] = 0
+    assert ScheduledLengths(curve).choose(table, np.arange(1)).tolist() == [3], "pending drafts are good"
+    table.sched_cnt, table.has_draft = table.proc_cnt, np.array([False])
+    assert ScheduledLengths(curve).choose(table, np.arange(1)).tolist() == [1], "there are none"
 
 
 # ------------------------------------------------------------------ costs
@@ -240,6 +268,18 @@ def test_a_curve_is_the_trimmed_mean_of_five_runs() -> None:
     assert runs == [4] * 6 + [1] * 6
     assert curve.sizes == (1, 4)
     assert curve.base == (pytest.approx(3.0), pytest.approx(12.0))
+
+
+def test_ranks_agree_on_the_mean_of_what_they_measured() -> None:
+    groups = ThreadGroup.of(3)
+    curves = [CostCurve((1, 4), (1.0 + rank, 2.0 * rank)) for rank in range(3)]
+    with ThreadPoolExecutor(3) as ranks:
+        agreed = list(ranks.map(averaged, curves, groups))
+        told = list(ranks.map(announced, [curves[0], None, None], [(1, 4)] * 3, groups))
+        nothing = list(ranks.map(announced, [None, curves[1], None], [(1, 4)] * 3, groups))
+    assert agreed == [CostCurve((1, 4), (2.0, 2.0))] * 3
+    assert told == [curves[0]] * 3
+    assert nothing == [None] * 3, "what rank 0 does not have, nobody uses"
 
 
 def test_curves_on_disk(tmp_path: Path) -> None:

@@ -8,9 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from deepinfer_ray.engine.build import build_rank
+from deepinfer_ray.engine.cost_curve import CostCurve
+from deepinfer_ray.engine.engine import Engine
 from deepinfer_ray.errors import RankFailure
 from deepinfer_ray.parallel.groups import ProcessGroups
 
@@ -79,6 +83,43 @@ def test_drafts_on_several_ranks(grid: tuple[int, int, int, int]) -> None:
     assert [plain[str(index)] for index in range(0, 8, 2)] == [
         drafted[str(index)] for index in range(0, 8, 2)
     ]
+
+
+def test_draft_lengths_come_from_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank measures, all take the mean; a gang that starts again takes it from the disk."""
+    speculative = {"num_drafts": 3, "varlen": True, "perf_cache_dir": str(tmp_path)}
+    case = Case((2, 1, 2, 0), options={"speculative": speculative}, count=4, max_tokens=6, seed=12)
+    measured: list[CostCurve] = []
+
+    def body(case: Any, groups: ProcessGroups, rank: int) -> Any:
+        engine = build_rank(gangs.GOLDEN / case.model, case.config(), "cpu", groups, rank=rank)
+        assert isinstance(engine, Engine)
+        curve = engine.scheduler.draft_lengths.cost.curve  # type: ignore[attr-defined]
+        answers = gangs.run_engine(engine, case.share(rank, 2))
+        engine.ranks.leaving = True  # type: ignore[union-attr]
+        while not engine.ranks.left:  # type: ignore[union-attr]
+            engine.step()
+        engine.close()
+        return curve, answers
+
+    measure = CostCurve.measure.__func__  # type: ignore[attr-defined]
+
+    def remembered(cls: Any, *args: Any) -> CostCurve:
+        measured.append(measure(cls, *args))
+        return measured[-1]
+
+    monkeypatch.setattr(CostCurve, "measure", classmethod(remembered))
+    one, other = gangs.on_threads(case, body)
+    assert one[0] == other[0]
+    assert len(measured) == 2
+    assert measured[0].base != measured[1].base
+    assert one[0].base == pytest.approx(np.mean([curve.base for curve in measured], axis=0))
+    plain = gangs.alone(Case(case.grid, count=4, max_tokens=6, seed=12))
+    for index in ("0", "2"):  # the greedy ones
+        assert {**one[1], **other[1]}[index] == plain[index]
+    again = gangs.on_threads(case, body)
+    assert [curve for curve, _ in again] == [one[0]] * 2
+    assert len(measured) == 2
 
 
 def test_the_smallest_memory_sets_the_blocks_of_all() -> None:

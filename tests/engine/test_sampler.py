@@ -229,6 +229,37 @@ def test_min_p_against_its_formula() -> None:
     torch.testing.assert_close(got.exp().double(), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("best", [1, 3, 39, 40, 200])
+def test_only_the_best_logits_take_part(best: int) -> None:
+    """Ties keep the lower ids, minus infinity and NaN stay what they are, what is left is normalised anew."""
+    logits = torch.from_numpy((np.random.default_rng(best).normal(size=(9, 40)) * 3).round(0)).float()
+    logits[0] = 0.0
+    logits[1, 5:] = float("-inf")
+    logits[2, 7] = float("nan")
+    output = sample(logits.clone(), make_rows(9, top_logprobs=40), best=best)
+    assert output.bad.tolist() == [False, False, True, *[False] * 6]
+    assert output.top_ids is not None
+    assert output.top_logprobs is not None
+    for row in (0, 1, *range(3, 9)):
+        ranked = sorted(range(40), key=lambda v: (-logits[row, v].item(), v))[:best]
+        kept = [v for v in ranked if logits[row, v] > float("-inf")]
+        shown = output.top_logprobs[row] > -9999
+        assert output.top_ids[row][shown].tolist() == kept
+        expected = torch.log_softmax(logits[row, kept], 0)
+        torch.testing.assert_close(output.top_logprobs[row][shown], expected, atol=1e-5, rtol=1e-5)
+        assert int(output.tokens[row]) in kept
+
+
+def test_the_best_are_chosen_behind_masks_and_edits_and_before_filters() -> None:
+    edits = LogitEdits()
+    edits.add_row(0, SamplingParams(logit_bias={3: 9.0}), np.array([0]), np.array([0]))
+    logits = torch.tensor([[5.0, 4.0, 3.0, 0.0, 1.0]])
+    rows = make_rows(1, top_p=0.01, top_logprobs=5, edits=edits)
+    output = sample(logits, rows, torch.tensor([0]), best=2)
+    assert output.tokens.tolist() == [3]
+    assert torch.isfinite(logits[0]).nonzero()[:, 0].tolist() == [1, 3]
+
+
 # ------------------------------------------------------------------ greedy and log-probabilities
 
 

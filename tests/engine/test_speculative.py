@@ -78,6 +78,7 @@ class Lab:
         num_blocks: int = 64,
         varlen: bool = False,
         hooks: Any = None,
+        best: int = 0,
         **more: Any,
     ) -> Engine:
         values: dict[str, Any] = {"max_model_len": 200, "max_seqs": 8, **more}
@@ -92,7 +93,7 @@ class Lab:
             self.model,
             pools,
             parts.tokenizer,
-            parts.config,
+            parts.config.with_values(sampling={"force_topk": best}),
             compress=parts.compress,
             settings=settings,
             hooks=hooks,
@@ -282,6 +283,20 @@ def test_an_engine_of_a_directory_drafts() -> None:
     assert results[3] == results[0]
 
 
+def test_few_candidates_change_no_greedy_token(lab: Lab, greedy: tuple[list[Request], list[Any]]) -> None:
+    """With and without drafts; log-probabilities are of those that take part."""
+    requests, without = greedy
+    few = run(lab.engine(0, best=4), requests[:12])
+    assert [result.token_ids.tolist() for result in few] == [entry[0] for entry in without[:12]]
+    assert bits(run(lab.engine(zos=True, best=4), requests[:12])) == bits(few)
+    shown = [
+        result.top_logprobs for result in few if result.top_logprobs and len(result.top_logprobs[0]) == 2
+    ]
+    whole = [entry[3] for entry in without[:12] if entry[3] and len(entry[3][0]) == 2]
+    assert shown
+    assert all(a[0][0][1] > b[0][0][1] for a, b in zip(shown, whole, strict=True))
+
+
 # ------------------------------------------------------------------ sampled
 
 
@@ -405,7 +420,9 @@ def test_more_drafts_than_were_trained_are_told_of(drafts: int, caplog: pytest.L
     prepare(TINY, EngineConfig().with_values(speculative={"num_drafts": drafts}), "cpu")
     said = [message for message in caplog.messages if "dspark_block_size" in message]
     assert len(said) == (drafts > 5)
-    assert all(f"num_drafts = {drafts}, but the drafter of this checkpoint was trained for 5" in m for m in said)
+    assert all(
+        f"num_drafts = {drafts}, but the drafter of this checkpoint was trained for 5" in m for m in said
+    )
 
 
 def test_more_drafts_than_were_trained_change_no_token(
