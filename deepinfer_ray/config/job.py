@@ -97,6 +97,9 @@ class JobConfig(Section):
     """A longer prompt (bytes of its text or ids) is an error row, `prompt_too_long`, and not tokenized."""
     max_open_bytes: int = Field(1 << 30, ge=1)
     """Input bytes of parts that are open at a time; more is not read ahead."""
+    max_open_rows: int | None = Field(None, ge=1)
+    """Rows of parts that are open at a time, which is what a kill costs at most; None = as many as
+    `max_open_bytes` allow. Few leave ranks idle: every part with one long row stays open."""
     max_gangs: int | None = Field(None, ge=1)
     """Gangs of ranks that run at once at most: those beyond what `parallel` asks for join while there is work
     for them and a place on the cluster, and leave when there is none. None = no further ones."""

@@ -51,7 +51,8 @@ class Feeder:
     """Rows in plan order through a bounded queue; `take` and `hold` are called by one other thread.
 
     At most `queue_rows` rows and `QUEUE_BYTES` of prompts wait in the queue. A part is begun, which holds the
-    bytes of its table, only while the bytes held stay below `max_open_bytes`; one part is always allowed.
+    bytes of its table and its rows, only while those held stay below `max_open_bytes` and `max_open_rows`;
+    one part is always allowed.
     """
 
     def __init__(
@@ -61,17 +62,18 @@ class Feeder:
         *,
         queue_rows: int,
         max_open_bytes: int,
+        max_open_rows: int | None = None,
         reader: Callable[[Iterable[Part]], Iterator[tuple[Part, pa.Table]]] = read_parts,
     ) -> None:
         self._tables = reader(parts)
         self._encoder = encoder
-        self._max_open_bytes = max_open_bytes
+        self._max_open_bytes, self._max_open_rows = max_open_bytes, max_open_rows
         self._queue: queue.Queue[_Chunk | BaseException | None] = queue.Queue(
             max(1, queue_rows // CHUNK_ROWS)
         )
         self._ready: deque[FedRow] = deque()
         self._changed = threading.Condition()
-        self._open_bytes = 0
+        self._open_bytes = self._open_rows = 0
         self._queued_bytes = 0
         self._stop = threading.Event()
         self._started = self._ended = False
@@ -116,9 +118,15 @@ class Feeder:
             ready.wait_for(lambda: self._ended or bool(self._ready or self._queue.queue), timeout_s)
 
     def hold(self, size: int) -> None:
-        """`size` more bytes belong to open parts; negative when a part was committed or dropped."""
+        """`size` more bytes belong to open parts."""
         with self._changed:
             self._open_bytes += size
+
+    def release(self, size: int, rows: int) -> None:
+        """A part of so many bytes and rows was committed."""
+        with self._changed:
+            self._open_bytes -= size
+            self._open_rows -= rows
             self._changed.notify()
 
     def stop(self) -> None:
@@ -146,15 +154,17 @@ class Feeder:
 
     def _open(self, table: pa.Table) -> bool:
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._stop.is_set()
-                    or self._open_bytes == 0
-                    or self._open_bytes + table.nbytes <= self._max_open_bytes
-                )
-            )
+            self._changed.wait_for(lambda: self._stop.is_set() or self._has_room(table))
             self._open_bytes += table.nbytes
+            self._open_rows += table.num_rows
         return not self._stop.is_set()
+
+    def _has_room(self, table: pa.Table) -> bool:
+        if self._open_rows == 0:
+            return True
+        if self._max_open_rows is not None and self._open_rows + table.num_rows > self._max_open_rows:
+            return False
+        return self._open_bytes + table.nbytes <= self._max_open_bytes
 
     def _put(self, item: _Chunk | BaseException | None) -> bool:
         if isinstance(item, _Chunk):

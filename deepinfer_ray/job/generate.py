@@ -209,8 +209,14 @@ class _Run:
 
     def _feeder(self, encoder: Encoder) -> Feeder:
         parts = (part for part in self._plan.iter_parts() if part.name not in self._done)
-        max_open_bytes = self._prepared.job.max_open_bytes
-        return Feeder(parts, encoder, queue_rows=QUEUE_ROWS, max_open_bytes=max_open_bytes)
+        job = self._prepared.job
+        return Feeder(
+            parts,
+            encoder,
+            queue_rows=QUEUE_ROWS,
+            max_open_bytes=job.max_open_bytes,
+            max_open_rows=job.max_open_rows,
+        )
 
     def _runner(self, feeder: Feeder, backend: Backend, observer: Observer) -> Runner:
         job = self._prepared.job

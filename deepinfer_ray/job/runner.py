@@ -249,7 +249,7 @@ class Runner:
         for part in committed:
             self.counts.add(part.counts)
             self.parts += 1
-            self._feeder.hold(-part.size)
+            self._feeder.release(part.size, part.counts.rows)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

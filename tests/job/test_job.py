@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import re
+import time
 from collections import Counter
 
 import pyarrow as pa
@@ -220,6 +221,34 @@ def test_open_bytes_bound_what_is_read_ahead(job, write_rows, read_output, tmp_p
     assert job(input=path, stub=stub, sets=sets).exit_code == 0
     assert stub.most_under_way <= 32
     assert len(read_output(tmp_path / "out")) == 640
+
+
+def test_open_rows_bound_what_a_kill_costs(job, write_rows, read_output, tmp_path):
+    """Every part has a row that is late, so that all of them would be open at a time."""
+    costs = []
+
+    def cost(stub):
+        committed = sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out").glob("part-*"))
+        costs.append(stub.submitted - committed)
+
+    class Late(StubBackend):
+        def submit(self, items):
+            super().submit(items)
+            late = time.monotonic() + 0.3
+            self._heap = [
+                (late, *rest) if len(rest[-1].prompt) > 50 else (at, *rest) for at, *rest in self._heap
+            ]
+            heapq.heapify(self._heap)
+
+    prompts = ["x" * 60 if row % 16 == 3 else "x" for row in range(320)]
+    path = write_rows(tmp_path / "in.parquet", {"prompt": prompts})
+    sets = ["job.rows_per_part=16", "job.max_open_rows=64"]
+    assert job(input=path, stub=Late(capacity=400, on_poll=cost), sets=sets).exit_code == 0
+    assert 48 < max(costs) <= 64
+    assert [row["prompt"] for row in read_output(tmp_path / "out")] == prompts
+    free = StubBackend(capacity=400, delay_s=0.2)
+    job(input=path, output=str(tmp_path / "free"), stub=free, sets=sets[:1])
+    assert free.most_under_way > 64
 
 
 def test_an_output_that_is_a_file(job, write_rows, tmp_path):

@@ -24,6 +24,7 @@ from stub_backend import StubBackend
 
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.errors import ConfigError, InputError, OutputError, PlacementError
+from deepinfer_ray.job import runner
 from deepinfer_ray.job.signals import StopSignals
 from deepinfer_ray.model.synthetic import make_checkpoint
 
@@ -289,8 +290,9 @@ def test_a_full_or_vanished_disk_needs_a_new_start(job, numbered, read_output, t
 # 10. Skew
 
 
-def test_one_long_row_at_the_end_runs_alone_for_ever(job, numbered):
+def test_one_long_row_at_the_end_runs_alone_for_ever(job, numbered, monkeypatch):
     """99 rows of 5 tokens and, last in the file, one of 100, on 4 ranks of 4 slots: it goes first."""
+    monkeypatch.setattr(runner, "GATHER_S", 30.0)  # however slowly a busy machine reads the rows of a part
     own = sampling(*[{"max_tokens": 5}] * 99, {"max_tokens": 100})
     fleet = FakeFleet(ranks=4, slots=4)
     job(input=numbered(100, group=100, s=own), id_column="id", sampling_column="s", stub=fleet)
