@@ -65,8 +65,9 @@ RANK_METRICS = (
     Metric("expert_rebalances", "counter", "Rearrangements of experts over the ranks of the gang"),
     Metric("first_token_seconds", "counter", "Sum of seconds to the first token"),
     Metric("first_tokens", "counter", "Sequences in that sum"),
-    Metric("drafts_verified", "counter", "Draft tokens verified"),
-    Metric("drafts_accepted", "counter", "Draft tokens accepted"),
+    Metric("drafts_made", "counter", "Draft tokens made, by position in their block", ("position",)),
+    Metric("drafts_verified", "counter", "Draft tokens verified, by position", ("position",)),
+    Metric("drafts_accepted", "counter", "Draft tokens accepted, by position", ("position",)),
 )
 """Of each rank, tag `rank`."""
 
@@ -182,8 +183,12 @@ def rank_counters(pulse: Mapping[str, Any]) -> dict[tuple[str, tuple[tuple[str, 
         totals[name, ()] = pulse[name]
     for reason, count in pulse["finished"].items():
         totals["finished_sequences", (("reason", reason),)] = count
-    for name, key in (("drafts_verified", "verified_lengths"), ("drafts_accepted", "accepted_lengths")):
-        totals[name, ()] = sum(length * count for length, count in enumerate(pulse.get(key, ())))
+    verified, accepted = (pulse.get(f"{what}_lengths", ()) for what in ("verified", "accepted"))
+    for position in range(1, len(verified)):
+        where = (("position", str(position)),)
+        totals["drafts_made", where] = sum(verified)  # a step of a sequence makes a whole block
+        totals["drafts_verified", where] = sum(verified[position:])
+        totals["drafts_accepted", where] = sum(accepted[position:])
     return totals
 
 

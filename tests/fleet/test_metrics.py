@@ -97,12 +97,16 @@ def test_counters_of_a_rank_grow_by_the_difference() -> None:
             "steps": 12,
             "completion_tokens": 55,
             "mfu": 0.4,
-            "verified_lengths": [0, 0, 5],
+            "verified_lengths": [0, 1, 4],
             "accepted_lengths": [1, 2, 2],
         }
     )
     assert sink.values["mfu"] == 0.4
-    assert (sink.values["drafts_verified",], sink.values["drafts_accepted",]) == (10, 6)
+    by_position = {
+        position: tuple(sink.values[f"drafts_{what}", position] for what in ("made", "verified", "accepted"))
+        for position in "12"
+    }
+    assert by_position == {"1": (5, 5, 4), "2": (5, 4, 2)}
 
 
 @pytest.mark.usefixtures("recorded")
