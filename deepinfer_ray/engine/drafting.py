@@ -119,16 +119,19 @@ class Drafting:
         best: int = 0,
         staging: Staging | None = None,
         row_multiple: int = 1,
+        diagnose: bool = False,
     ) -> None:
         """num_slots: draft slots of the scheduler. temperature: of confidences, one or one for each draft.
         blacklist: ids that are never sampled. best: logits that take part, of drafts too; 0 = all.
-        row_multiple: sequences of a draft block are filled up to this."""
+        row_multiple: sequences of a draft block are filled up to this. diagnose: give how tokens came
+        about."""
         self.model, self.pools, self.table = model, pools, table
         self.drafts = table.num_drafts
         self.pool = DraftPool(num_slots, self.drafts, vocab_size, pools.device)
         values = temperature if isinstance(temperature, tuple) else (temperature,) * self.drafts
         self.temperatures = [max(value, LEAST_TEMPERATURE) for value in values]
         self._blacklist, self._best, self._multiple = blacklist, best, row_multiple
+        self._diagnose = diagnose
         self._staging = staging or Staging(pools.device)
         self._part = max(16, LOGIT_BYTES // (4 * vocab_size))
 
@@ -139,7 +142,7 @@ class Drafting:
         plan's lengths and the table's columns are exact. masks: of the step's logit rows."""
         step = self._send(plan, hidden_TD.shape[0])
         rows = inputs.verify_rows(plan, self.table).padded(hidden_TD.shape[0])
-        rows.masks = masks
+        rows.masks, rows.diagnose = masks, self._diagnose
         ids_T = self.pool.ids.index_select(0, step.read_rows).masked_fill(~step.verifies, -1)
         logits_TV = self.model.logits(hidden_TD)
         mask_logits(logits_TV, rows, self._blacklist, self._staging, self._best)
@@ -151,6 +154,13 @@ class Drafting:
         surprise = (verdict.chance - self.pool.confidence.index_select(0, step.read_rows)).abs()
         error = surprise.masked_fill(~step.verifies, 0.0).sum()
 
+        before: dict[str, torch.Tensor | None] = {}
+        if self._diagnose:  # of the block that was verified, before the next one takes its place
+            before = {
+                "smaller": output.smaller,
+                "draft_logprobs": self.pool.logprobs[step.read_rows, ids_T.clamp_min(0)],
+                "draft_confidence": self.pool.confidence.index_select(0, step.read_rows),
+            }
         ids_nN, confidence_nN = self._draft(plan, step, newest_n, prefix)
         n = plan.num_seqs
         tensors: dict[str, torch.Tensor | None] = {
@@ -163,6 +173,7 @@ class Drafting:
             "logprobs": output.logprobs,
             "top_ids": output.top_ids,
             "top_logprobs": output.top_logprobs,
+            **before,
         }
         return Drafted(InFlight(newest_n, ids_nN, prefix.count, confidence_nN), tensors)
 
@@ -287,6 +298,8 @@ def _joined(parts: list[SampleOutput]) -> SampleOutput:
                 for part, zero in zip(parts, zeros, strict=True)
             ]
         )
+    if parts[0].smaller is not None:
+        joined.smaller = torch.cat([part.smaller for part in parts if part.smaller is not None])
     width = max((part.top_ids.shape[1] for part in parts if part.top_ids is not None), default=0)
     if width:
         ids, logprobs = [], []

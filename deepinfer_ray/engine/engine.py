@@ -114,6 +114,7 @@ class Engine:
             self.scheduler,
             blacklist=blacklist,
             best=config.sampling.force_topk,
+            diagnose=config.sampling.diagnostics,
             placeholders=self._lockstep,
             timeline=timeline,
             hooks=hooks,

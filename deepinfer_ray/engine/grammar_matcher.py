@@ -130,8 +130,8 @@ class RowGrammar:
             raise ValueError(f"{count} tokens to take back, {len(self._undo)} are kept")
         inner = 0
         for _ in range(count):
-            was_inner, self.last_token, self.run, *before = self._undo.pop()
-            self._progress, self._bound_fired, self._after_end = before
+            was_inner, self.last_token, self.run, *_ = before = self._undo.pop()
+            self._progress, self._bound_fired, self._after_end = before[3:]
             inner += was_inner
         if inner:
             self.matcher.rollback(inner)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from deepinfer_ray.engine.detokenizer import TextStream
+from deepinfer_ray.engine.diagnostics import Diagnostics
 from deepinfer_ray.engine.engine import Engine
 from deepinfer_ray.engine.hooks import EngineHooks
 from deepinfer_ray.engine.plan import StepPlan
@@ -39,6 +40,7 @@ class Handover:
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    diagnostics: Diagnostics | None = None
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -92,6 +94,7 @@ def _pack(engine: Engine, sequence: Sequence) -> Handover:
         cached_tokens=sequence.cached_tokens,
         prompt_logprobs=sequence.prompt_logprobs,
         top_logprobs=sequence.top_logprobs,
+        diagnostics=sequence.diagnostics,
         arrival_time=sequence.arrival_time,
         first_scheduled_time=sequence.first_scheduled_time,
         first_token_time=sequence.first_token_time,
@@ -126,6 +129,7 @@ def receive(engine: Engine, handover: Handover) -> bool:
     engine.pools.import_slot(sequence.row, handover.state)
     sequence.cached_tokens = handover.cached_tokens
     sequence.prompt_logprobs, sequence.top_logprobs = handover.prompt_logprobs, handover.top_logprobs
+    sequence.diagnostics = handover.diagnostics
     sequence.arrival_time = handover.arrival_time
     sequence.first_scheduled_time = handover.first_scheduled_time
     sequence.first_token_time = handover.first_token_time

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deepinfer_ray.config.names import nearest_name
+from deepinfer_ray.engine.diagnostics import Diagnostics
 from deepinfer_ray.errors import RowError
 
 GREEDY_TEMPERATURE = 1e-5
@@ -173,7 +174,8 @@ class RequestResult:
     """The terminal record of one request; exactly one per request.
 
     token_ids: int32 [completion_len], the stop token included. logprobs: float32 [completion_len].
-    prompt_logprobs: float32 [prompt_len - 1]. top_logprobs: per token a list of (id, logprob).
+    prompt_logprobs: float32 [prompt_len - 1]. top_logprobs: per token a list of (id, logprob). diagnostics:
+    with `sampling.diagnostics` only.
     `error` and `error_code` are set when `finish_reason` is `error`, `preempted` or `aborted` with a cause.
     """
 
@@ -186,6 +188,7 @@ class RequestResult:
     logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    diagnostics: Diagnostics | None = None
     error: str | None = None
     error_code: str | None = None
     completions: list[RequestResult] = field(default_factory=list)

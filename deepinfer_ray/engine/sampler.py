@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from deepinfer_ray.cache.transfer import Staging
+from deepinfer_ray.engine.diagnostics import sum_smaller
 from deepinfer_ray.engine.logits_processors import MASK_BYTES, NEGATIVE_INFINITY, LogitEdits, TokenMasks
 from deepinfer_ray.engine.philox import CASE_SAMPLE, random_words
 from deepinfer_ray.engine.request import GREEDY_TEMPERATURE
@@ -55,6 +56,8 @@ class SampleRows:
     edits: LogitEdits | None = None
     forced: np.ndarray | None = None
     masks: TokenMasks | None = None
+    diagnose: bool = False
+    """Whether `SampleOutput.smaller` is wanted, of all rows."""
 
     def padded(self, count: int) -> SampleRows:
         """With further rows up to `count` whose greedy tokens nobody wants (spec/engine.md §8.6)."""
@@ -76,6 +79,7 @@ class SampleRows:
             edits=self.edits,
             forced=None if self.forced is None else more(self.forced, -1),
             masks=self.masks,
+            diagnose=self.diagnose,
         )
 
     def part(self, start: int, stop: int) -> SampleRows:
@@ -90,6 +94,7 @@ class SampleRows:
             positions=self.positions[rows],
             top_logprobs=self.top_logprobs[rows],
             forced=None if self.forced is None else self.forced[rows],
+            diagnose=self.diagnose,
         )
 
     @property
@@ -104,13 +109,15 @@ class SampleRows:
 @dataclass(slots=True)
 class SampleOutput:
     """tokens: int64 [N]. bad: bool [N], rows without a usable distribution (NaN, +inf or nothing allowed).
-    logprobs: float32 [N]. top_ids int64 and top_logprobs float32 [N, m], descending, ties by lower id."""
+    logprobs: float32 [N]. top_ids int64 and top_logprobs float32 [N, m], descending, ties by lower id.
+    smaller: float32 [N], see `diagnostics.sum_smaller`."""
 
     tokens: torch.Tensor
     bad: torch.Tensor
     logprobs: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+    smaller: torch.Tensor | None = None
 
 
 class Draw(Protocol):
@@ -173,12 +180,14 @@ def sample(
     if rows.forced is not None:
         (forced_N,) = staging.send([rows.forced])
         output.tokens = torch.where(forced_N >= 0, forced_N, tokens_N)
-    greedy, wants = rows.greedy, rows.top_logprobs >= 0
+    greedy, wants = rows.greedy, (rows.top_logprobs >= 0) | rows.diagnose
     if greedy.all() and not wants.any():
         return output
+    if rows.diagnose:
+        output.smaller = torch.zeros_like(peak_N)
 
     if wants.any():
-        width = min(int(rows.top_logprobs.max()), logits_NV.shape[1])
+        width = max(0, min(int(rows.top_logprobs.max()), logits_NV.shape[1]))
         output.logprobs = torch.zeros_like(peak_N)
         if width > 0:
             output.top_ids = tokens_N.new_zeros((len(tokens_N), width))
@@ -323,6 +332,8 @@ def _sample_group(
     if output.logprobs is not None:
         chosen_M1 = logprobs_MV.gather(1, tokens_M[:, None])
         output.logprobs = group.put(output.logprobs, chosen_M1[:, 0].clamp_min(LOGPROB_FLOOR))
+    if output.smaller is not None:
+        output.smaller = group.put(output.smaller, sum_smaller(logprobs_MV, tokens_M))
     if group.listed is not None and output.top_ids is not None and output.top_logprobs is not None:
         listed_LV = logprobs_MV if group.inner is None else logprobs_MV.index_select(0, group.inner)
         values, ids = listed_LV.sort(dim=-1, descending=True, stable=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deepinfer_ray.engine.diagnostics import Diagnostics
 from deepinfer_ray.engine.request import FinishReason, Request, RequestResult
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Sequence:
     """Its terminal record exists."""
     prompt_logprobs: np.ndarray | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    diagnostics: Diagnostics | None = None
     extra: Any = None
     grammar: RowGrammar | None = None
     """What its outputs have to follow, once that is compiled."""
@@ -154,6 +156,7 @@ class Terminal:
             logprobs=None if sequence.request.params.logprobs is None else self.logprobs,
             prompt_logprobs=sequence.prompt_logprobs,
             top_logprobs=sequence.top_logprobs,
+            diagnostics=sequence.diagnostics,
             error=self.error,
             error_code=self.error_code,
         )

@@ -43,6 +43,7 @@ from deepinfer_ray.engine.step_inputs import InputBuilder, RowMultiples
 from deepinfer_ray.engine.structured import Failures, StructuredOutputs
 from deepinfer_ray.engine.timeline import Timeline
 from deepinfer_ray.engine.timers import StepTimers
+from deepinfer_ray.engine.token_details import TokenDetails
 from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.ops.sync_guard import forbid_sync
 from deepinfer_ray.parallel.rank_group import RankGroup, SingleRank
@@ -112,11 +113,13 @@ class StepLoop:
         sync_guard: bool = True,
         batch_invariant: bool = False,
         confidence_temperature: float | tuple[float, ...] = 1.0,
+        diagnose: bool = False,
     ) -> None:
         """blacklist: ids that are never sampled. best: logits of a row that take part, 0 = all.
-        placeholders: run an empty step's forward with invalid rows,
-        because other ranks wait in its collectives. sync_guard: raise where launching a step would wait for
-        a CUDA device. batch_invariant: see `RowMultiples`. confidence_temperature: see `Drafting`."""
+        placeholders: run an empty step's forward with invalid rows, because other ranks wait in its
+        collectives. sync_guard: raise where launching a step would wait for a CUDA device. batch_invariant:
+        see `RowMultiples`. confidence_temperature: see `Drafting`. diagnose: keep how each token came
+        about."""
         self.model, self.pools, self.scheduler = model, pools, scheduler
         self.table, self.device = scheduler.table, pools.device
         self.overlapped = scheduler.settings.overlapped
@@ -152,8 +155,9 @@ class StepLoop:
             settings.keep_tokens,
         )
         self._staging = Staging(self.device)
+        self._details = TokenDetails(self.table)
         self._blacklist: torch.Tensor | None = None
-        self._best = best
+        self._best, self._diagnose = best, diagnose
         if blacklist is not None and len(blacklist):
             self._blacklist = torch.from_numpy(blacklist).to(self.device)
         self.drafting = self._make_drafting(confidence_temperature, multiples.sample)
@@ -187,6 +191,7 @@ class StepLoop:
             best=self._best,
             staging=self._staging,
             row_multiple=row_multiple,
+            diagnose=self._diagnose,
         )
 
     @torch.inference_mode()
@@ -348,12 +353,12 @@ class StepLoop:
             if len(members):
                 logits = self.model.logits(hidden.index_select(0, flight.sample_rows))
                 rows = inputs.sample_rows(plan, self.table, members).padded(len(flight.sample_rows))
-                rows.masks = masks
+                rows.masks, rows.diagnose = masks, self._diagnose
                 drawn = sampler.sample(logits, rows, self._blacklist, self._staging, best=self._best)
                 if self.overlapped and not plan.is_prompt:
                     none = drawn.tokens.new_zeros((len(drawn.tokens), 0))
                     flight.in_flight = InFlight(drawn.tokens, none, torch.zeros_like(drawn.tokens))
-                for name in ("tokens", "bad", "logprobs", "top_ids", "top_logprobs"):
+                for name in ("tokens", "bad", "logprobs", "top_ids", "top_logprobs", "smaller"):
                     values = getattr(drawn, name)
                     tensors[name] = None if values is None else values[: len(members)]
             if flight.scores is not None:
@@ -389,12 +394,15 @@ class StepLoop:
                 outputs.failures = dict.fromkeys(flight.members[host["bad"]].tolist(), BAD_ROW)
             outputs.failures |= flight.failures
             if flight.scores is not None:
-                self._keep_scores(plan, flight.scores, host["scores"])
+                self._details.keep_scores(plan, flight.scores, host["scores"])
             result = self.scheduler.commit(plan, outputs)
             if "error" in host:
                 result.confidence_error = float(host["error"][0])
-            if "top_ids" in host:
-                self._keep_alternatives(flight, result, host["top_ids"], host["top_logprobs"])
+            if "top_ids" in host or "smaller" in host:
+                rows = None
+                if self.drafting is not None and not plan.is_prompt:
+                    rows = self.drafting.rows_of(plan)
+                self._details.keep(plan, flight.members, rows, result, host)
         if plan.is_prompt:
             self.hooks.pe_do_save_kvcache(plan)
             if self.scheduler.settings.role == "prompt":
@@ -415,34 +423,3 @@ class StepLoop:
             outputs.logprobs = np.zeros((plan.num_seqs, 1), np.float32)
             outputs.logprobs[flight.members, 0] = host["logprobs"]
         return outputs
-
-    def _keep_scores(self, plan: StepPlan, scores: PromptScores, values: np.ndarray) -> None:
-        at = 0
-        for index, first, count in scores.spans:
-            row = int(plan.rows[index])
-            sequence = self.table.sequences[row]
-            if sequence is not None and self.table.seq_id[row] == plan.seq_ids[index]:
-                if sequence.prompt_logprobs is None:
-                    sequence.prompt_logprobs = np.zeros(sequence.prompt_len - 1, np.float32)
-                sequence.prompt_logprobs[first - 1 : first - 1 + count] = values[at : at + count]
-            at += count
-
-    def _keep_alternatives(
-        self, flight: Flight, result: CommitResult, ids: np.ndarray, logprobs: np.ndarray
-    ) -> None:
-        """Alternatives of the tokens that were really appended."""
-        plan = flight.plan
-        if self.drafting is not None and not plan.is_prompt:
-            rows_of = self.drafting.rows_of(plan)
-            places = dict(zip(plan.rows.tolist(), rows_of, strict=True))
-        else:
-            places = dict(zip(plan.rows[flight.members].tolist(), np.arange(len(ids))[:, None], strict=False))
-        for row, count in zip(result.rows.tolist(), result.counts.tolist(), strict=True):
-            sequence, width = self.table.sequences[row], int(self.table.num_logprobs[row])
-            if sequence is None or width <= 0:
-                continue
-            if sequence.top_logprobs is None:
-                sequence.top_logprobs = []
-            for place in places[row][:count].tolist():
-                pairs = zip(ids[place, :width].tolist(), logprobs[place, :width].tolist(), strict=True)
-                sequence.top_logprobs.append(list(pairs))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepinfer_ray.engine import sampler
+from deepinfer_ray.engine.diagnostics import sum_smaller
 from deepinfer_ray.engine.logits_processors import LogitEdits
 from deepinfer_ray.engine.philox import random_words, seed_bits
 from deepinfer_ray.engine.request import SamplingParams
@@ -311,6 +312,37 @@ def test_a_row_without_a_distribution_is_flagged_alone(poison: float | None, tem
     output = sample(logits, make_rows(3, temperature=temperature, top_logprobs=2))
     assert output.bad.tolist() == [False, True, False]
     assert output.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_mass_of_the_less_likely_tokens(temperature: float) -> None:
+    """Of equal tokens those with lower ids count; of a greedy row the plain distribution counts."""
+    logits = torch.from_numpy((np.random.default_rng(1).normal(size=(12, 20)) * 2).round(0)).float()
+    logits[3, 4:] = float("-inf")
+    rows = make_rows(12, temperature=temperature, top_k=7)
+    plain = sample(logits.clone(), rows)
+    assert plain.smaller is None
+    rows.diagnose = True
+    output = sample(logits.clone(), rows)
+    assert output.tokens.tolist() == plain.tokens.tolist()
+    rows.top_logprobs[:] = 20
+    shown = sample(logits.clone(), rows)
+    assert shown.top_ids is not None
+    assert shown.top_logprobs is not None
+    assert output.smaller is not None
+    for row in range(12):
+        token = int(output.tokens[row])
+        pairs = zip(shown.top_ids[row].tolist(), shown.top_logprobs[row].tolist(), strict=True)
+        p = {v: np.exp(logprob) for v, logprob in pairs if logprob > -9999}
+        expected = sum(q for v, q in p.items() if (q, v) <= (p[token], token))
+        assert output.smaller[row].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_token_that_cannot_come_has_no_mass() -> None:
+    logprobs = log_distribution(torch.tensor([[0.0, float("-inf"), 0.0]]))
+    assert sum_smaller(logprobs, torch.tensor([1])).tolist() == [0.0]
+    assert sum_smaller(logprobs, torch.tensor([0])).tolist() == [0.5]
+    assert sum_smaller(logprobs, torch.tensor([2])).tolist() == [1.0]
 
 
 # ------------------------------------------------------------------ row independence

@@ -78,7 +78,7 @@ class Lab:
         num_blocks: int = 64,
         varlen: bool = False,
         hooks: Any = None,
-        best: int = 0,
+        sampling: dict[str, Any] | None = None,
         **more: Any,
     ) -> Engine:
         values: dict[str, Any] = {"max_model_len": 200, "max_seqs": 8, **more}
@@ -93,7 +93,7 @@ class Lab:
             self.model,
             pools,
             parts.tokenizer,
-            parts.config.with_values(sampling={"force_topk": best}),
+            parts.config.with_values(sampling=sampling or {}),
             compress=parts.compress,
             settings=settings,
             hooks=hooks,
@@ -283,12 +283,52 @@ def test_an_engine_of_a_directory_drafts() -> None:
     assert results[3] == results[0]
 
 
+def test_diagnostics_say_how_tokens_came_about(lab: Lab, greedy: tuple[list[Request], list[Any]]) -> None:
+    """The same bits with them as without; whole lengths in spite of stops inside accepted drafts and of
+    preemptions; the mass of less likely tokens does not depend on drafts."""
+    requests, without = greedy
+    plain = run(lab.engine(0, sampling={"diagnostics": True}), requests)
+    assert bits(plain) == without
+    for zos in (False, True):
+        engine = lab.engine(zos=zos, num_blocks=9, sampling={"diagnostics": True})
+        results = run(engine, requests)
+        assert bits(results) == without
+        assert engine.stats["preempted"] > 3
+        accepted = verified = steps = 0
+        for result, alone in zip(results, plain, strict=True):
+            told, same = result.diagnostics, alone.diagnostics
+            assert told is not None
+            assert same is not None
+            count = len(result.token_ids)
+            assert told.sum_smaller_probs == same.sum_smaller_probs
+            assert all(0 < mass <= 1 + 1e-6 for mass in told.sum_smaller_probs)
+            assert [len(each) for each in (told.draft_logprobs, told.verified, told.accepted)] == [count] * 3
+            assert same.draft_logprobs == [1.0] * count
+            assert same.verified == same.accepted == [1] * count
+            assert told.verified[0] == told.accepted[0] == 1, "the first token comes from the prompt"
+            ends = [place for place, number in enumerate(told.verified) if number]
+            assert len(told.confidence) == len(ends)
+            for number, place in enumerate(ends):
+                begin = ends[number - 1] + 1 if number else 0
+                drafts = [logprob for logprob in told.draft_logprobs[begin : place + 1] if logprob <= 0]
+                assert len(drafts) == min(told.accepted[place] - 1, place + 1 - begin)
+                assert len(told.confidence[number]) == told.verified[place] - 1
+                assert all(0 <= chance <= 1 for chance in told.confidence[number])
+                accepted += told.accepted[place] - 1
+                verified += told.verified[place] - 1
+                steps += told.verified[place] > 1
+        lengths = engine.stats["accepted_lengths"]
+        assert accepted == sum(length * times for length, times in enumerate(lengths))
+        assert steps == sum(lengths)
+        assert verified == steps * DRAFTS
+
+
 def test_few_candidates_change_no_greedy_token(lab: Lab, greedy: tuple[list[Request], list[Any]]) -> None:
     """With and without drafts; log-probabilities are of those that take part."""
     requests, without = greedy
-    few = run(lab.engine(0, best=4), requests[:12])
+    few = run(lab.engine(0, sampling={"force_topk": 4}), requests[:12])
     assert [result.token_ids.tolist() for result in few] == [entry[0] for entry in without[:12]]
-    assert bits(run(lab.engine(zos=True, best=4), requests[:12])) == bits(few)
+    assert bits(run(lab.engine(zos=True, sampling={"force_topk": 4}), requests[:12])) == bits(few)
     shown = [
         result.top_logprobs for result in few if result.top_logprobs and len(result.top_logprobs[0]) == 2
     ]
@@ -330,6 +370,22 @@ def test_sampled_tokens_are_the_same_in_both_loops_and_alone(lab: Lab) -> None:
     assert filled.loop.drafting is not None
     filled.loop.drafting._multiple = DEVICE_ROWS
     assert bits(run(filled, requests)) == together
+
+
+def test_log_probabilities_of_sampled_drafts_are_the_models(lab: Lab) -> None:
+    """Accepted, resampled and fresh tokens alike: forced upon a loop without drafts they have the same."""
+    requests = [
+        Request(request.prompt, request.params.model_copy(update={"logprobs": 2}), request.seed)
+        for request in sampled_requests(20, 8)
+    ]
+    engine = lab.engine(zos=True)
+    drafted = run(engine, requests)
+    assert engine.stats["accepted_lengths"][2] > 0
+    again = [
+        Request(request.prompt, request.params, request.seed, forced=result.token_ids)
+        for request, result in zip(requests, drafted, strict=True)
+    ]
+    assert bits(run(lab.engine(0), again)) == bits(drafted)
 
 
 @pytest.mark.parametrize("varlen", [False, True])

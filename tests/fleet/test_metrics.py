@@ -300,7 +300,8 @@ def test_metrics_of_ranks_and_driver_at_a_real_metrics_port(
 
 def wanted() -> set[str]:
     """Everything but what has no data here."""
-    absent = {"mfu", "expert_load_balance", "drafts_made", "drafts_verified", "drafts_accepted"}
+    absent = {"mfu", "expert_load_balance", "expert_rebalances"}
+    absent |= {"drafts_made", "drafts_verified", "drafts_accepted"}
     return {
         name
         for metric in (*RANK_METRICS, *JOB_METRICS)
