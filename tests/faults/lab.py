@@ -20,7 +20,7 @@ from pathlib import Path
 from domain_lab import DomainLab
 
 from deepinfer_ray.bench.fake_machines import fake_machines
-from deepinfer_ray.bench.kills import MACHINES, KillLab, figures
+from deepinfer_ray.bench.kills import MACHINES, Kill, KillLab, figures
 from deepinfer_ray.engine.request import SamplingParams
 from deepinfer_ray.fleet.backend import WorkItem
 from deepinfer_ray.fleet.fleet import RayFleet
@@ -56,7 +56,7 @@ class Lab(DomainLab):
         return dataclasses.asdict(self.kills.strike(victims, seed))
 
     def figures(self, kills):
-        return figures([dataclasses.replace(kill, victims=tuple(kill.victims)) for kill in kills])
+        return figures([Kill(**{**kill, "victims": tuple(kill["victims"])}) for kill in kills])
 
     def lose_a_machine(self, rows, row_ms):
         """Two ranks, no death allowed, and the machine of one of them dies with rows in flight."""

@@ -32,6 +32,7 @@ def test_driver_rank_and_machine_of_one_job_die(lab, victims, seed):
     kill = lab("strike", victims=victims, seed=seed)
     assert_as_if_nothing_had_been(kill)
     assert [moment.split()[0] for moment in kill["at"]] == victims
+    assert lab("figures", kills=[{**kill, "victims": ["rank"]}])[0]["different"] == 0
 
 
 @pytest.mark.soak
