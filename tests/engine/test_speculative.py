@@ -365,11 +365,38 @@ def test_sampled_tokens_are_the_same_in_both_loops_and_alone(lab: Lab) -> None:
     together = bits(run(lab.engine(zos=True), requests))
     assert bits(run(lab.engine(zos=False), requests)) == together
     assert bits(run(lab.engine(zos=True, max_seqs=1), requests[:5])) == together[:5]
+    assert bits(run(lab.engine(zos=True, max_seqs=3), requests[::-1]))[::-1] == together
     filled = lab.engine(zos=True)
     filled.loop.inputs.multiples = RowMultiples(DEVICE_ROWS, DEVICE_ROWS, DEVICE_ROWS)
     assert filled.loop.drafting is not None
     filled.loop.drafting._multiple = DEVICE_ROWS
     assert bits(run(filled, requests)) == together
+
+
+def test_what_moves_the_ends_of_steps_moves_sampled_tokens_and_no_greedy_ones(lab: Lab) -> None:
+    """What the README says of reproducible output: other counts of drafts, preemption, lengths by time."""
+    random = np.random.default_rng(17)
+    requests = [
+        Request(
+            prompt(random, 112 + index),
+            SamplingParams(temperature=index % 2, max_tokens=24, ignore_eos=True),
+            seed=index,
+        )
+        for index in range(10)
+    ]
+    together = bits(run(lab.engine(zos=True), requests))
+    assert bits(run(lab.engine(zos=False, max_seqs=2), requests)) == together
+    others = {
+        "no drafts": lab.engine(0),
+        "two drafts": lab.engine(2, zos=True),
+        "preemption": lab.engine(zos=True, num_blocks=9),
+        "lengths by cost": lab.engine(zos=True, varlen=True),
+    }
+    for name, engine in others.items():
+        got = bits(run(engine, requests))
+        assert got[::2] == together[::2], name
+        assert got[1::2] != together[1::2], name
+    assert others["preemption"].stats["preempted"] > 0
 
 
 def test_log_probabilities_of_sampled_drafts_are_the_models(lab: Lab) -> None:
