@@ -33,6 +33,9 @@ COPY_BYTES = 64 << 20
 PUT_DELAYS_S = (0.5, 2.0, 8.0)
 """Waits between the tries of an upload."""
 
+GOOGLE_RETRY_S = 120
+"""How long one call to Google's storage tries; `?retry_limit_seconds=` in a location says otherwise."""
+
 _ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/")
 
 
@@ -49,12 +52,18 @@ def resolve(location: str) -> tuple[pafs.FileSystem, str]:
             )
         return pafs.LocalFileSystem(), os.path.abspath(os.path.expanduser(location))
     try:
-        filesystem, path = pafs.FileSystem.from_uri(location)
+        filesystem, path = pafs.FileSystem.from_uri(_with_patience(location))
     except pa.ArrowInvalid:  # no file system of pyarrow's
         return _fsspec(location)
     except OSError as error:
         raise ConfigError(f"cannot use the location {location}: {error}") from None
     return filesystem, path
+
+
+def _with_patience(location: str) -> str:
+    """A Google location with a limit: without one it retries for 15 minutes, deaf to signals."""
+    google = location.startswith(("gs://", "gcs://")) and "?" not in location
+    return f"{location}?retry_limit_seconds={GOOGLE_RETRY_S}" if google else location
 
 
 def _fsspec(location: str) -> tuple[pafs.FileSystem, str]:

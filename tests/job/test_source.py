@@ -11,6 +11,7 @@ from deepinfer_ray.errors import ConfigError, InputError
 from deepinfer_ray.job.ids import check_ids
 from deepinfer_ray.job.plan import plan_input
 from deepinfer_ray.job.source import read_parts
+from deepinfer_ray.job.store import resolve
 
 
 def plan(*paths, rows_per_part=100, **options):
@@ -421,6 +422,16 @@ def test_every_location_fsspec_opens(job, write_rows, read_output, tmp_path):
         memory.rm("/bucket", recursive=True)
     (row,) = read_output(tmp_path / "copy")
     assert (row["prompt"], row["k"], row["row_id"]) == ("x", "v", "k=v/a.parquet#0:0")
+
+
+@pytest.mark.parametrize(
+    ("location", "seconds"), [("gs://bucket/x/*.parquet", 120), ("gs://bucket/x?retry_limit_seconds=5", 5)]
+)
+def test_google_s_storage_is_not_tried_for_a_quarter_of_an_hour(location, seconds):
+    filesystem, path = resolve(location)
+    assert path == ("bucket/x/*.parquet" if seconds == 120 else "bucket/x")
+    _, (options,) = filesystem.__reduce__()
+    assert options["retry_time_limit"].total_seconds() == seconds
 
 
 @pytest.mark.parametrize("location", ["nowhere://bucket/x", "s3:/bucket", "hdfs2://x"])
