@@ -96,6 +96,9 @@ def _run_leased(
     plan = prepared.plan
     if stored is not None:
         plan = plan.with_rows_per_part(planned_rows_per_part(stored))
+        ranges = [[file.rows_per_part for file in each.files] for each in (plan, prepared.plan)]
+        if ranges[0] != ranges[1]:
+            say("parts keep the rows of the first start; job.rows_per_part counts for a new output")
     if prepared.columns.id is not None and not _ids_checked(stored, plan, prepared.columns.id):
         check_ids(plan, prepared.columns.id)
     config = {**prepared.engine.model_dump(mode="json"), "job": prepared.job.model_dump(mode="json")}

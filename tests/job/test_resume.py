@@ -168,6 +168,10 @@ class TestChanges:
 
     def test_part_size_stays_as_planned(self, job, rows_file, read_output, tmp_path):
         assert job(input=rows_file, temperature=0.5, sets=["job.rows_per_part=64"]).exit_code == 0
+        told = "parts keep the rows of the first start; job.rows_per_part counts for a new output"
+        assert told in job.said
+        job(input=rows_file, temperature=0.5, sets=SMALL_PARTS)
+        assert told not in job.said
         assert len(list((tmp_path / "out").glob("part-*"))) == 10 + 10 + 7
         assert len(read_output(tmp_path / "out")) == 400
 
