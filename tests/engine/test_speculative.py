@@ -566,6 +566,33 @@ def test_a_draft_draws_at_the_place_where_its_token_will_stand(
     assert len(accepted) > 1
 
 
+def test_a_request_that_ends_asks_for_no_verification(lab: Lab) -> None:
+    """Its confidences are 0 from the step on that emits its end, in an accepted draft too (§2.2)."""
+    engine = lab.engine(zos=False)
+    drafting_ = engine.loop.drafting
+    assert drafting_ is not None
+    made, ended = drafting_.outputs, []
+
+    def watched(plan: Any, host: dict[str, np.ndarray]) -> Any:
+        outputs = made(plan, host)
+        assert outputs.accepted is not None
+        assert outputs.confidence is not None
+        for index in range(plan.num_seqs):
+            emitted = [*outputs.accepted[index], outputs.sampled[index]]
+            ends = EOS in emitted or 17 in emitted
+            assert (outputs.confidence[index] == 0).all() == ends
+            ended.append((ends, EOS in emitted[:-1] or 17 in emitted[:-1]))
+        return outputs
+
+    drafting_.outputs = watched  # type: ignore[method-assign]
+    random = np.random.default_rng(4)
+    likely = {EOS: 3.0, 17: 3.0}
+    params = SamplingParams(temperature=0.9, max_tokens=40, logit_bias=likely, stop_token_ids=[17])
+    run(engine, [Request(prompt(random, 20), params, seed=index) for index in range(24)])
+    assert (True, True) in ended, "an end inside accepted drafts"
+    assert (False, False) in ended
+
+
 def test_slot_zero_keeps_its_placeholders() -> None:
     pool = DraftPool(3, 2, 40, "cpu")
     rows = pool.write_rows(torch.tensor([0, 1, 3]), 1)
