@@ -252,15 +252,19 @@ def test_kept_prefixes_keep_the_drafters_rings(lab: Lab, zos: bool) -> None:
 def test_hand_over_between_engines_that_draft(lab: Lab, greedy: tuple[list[Request], list[Any]]) -> None:
     """The rings of the draft layers go along; the first step behind it verifies placeholders."""
     requests, without = greedy
+    told = {"diagnostics": True}
     engine = SplitEngine(
-        lab.engine(role="prompt", hooks=PromptSender()),
-        lab.engine(role="completion", preemption="stop", zos=True),
+        lab.engine(role="prompt", hooks=PromptSender(), sampling=told),
+        lab.engine(role="completion", preemption="stop", zos=True, sampling=told),
     )
     for request in requests[:16]:
         engine.add(Request(request.prompt, request.params, request.seed))
     results = sorted(engine.run(), key=lambda result: result.request_id)
     assert bits(results) == without[:16]
     assert engine.completion.stats["accepted_lengths"][2] > 0
+    for result in results:
+        assert result.diagnostics is not None
+        assert len(result.diagnostics.sum_smaller_probs) == len(result.token_ids)
 
 
 def test_an_engine_of_a_directory_drafts() -> None:
