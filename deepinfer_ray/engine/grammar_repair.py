@@ -23,8 +23,8 @@ MOST_REPEATED = 32
 _LEAKY = [1, ord('"'), ord('"'), ord("\\"), ord("\\"), ord("\r"), ord("\r"), ord("\n"), ord("\n")]
 """Characters of a JSON string with a length bound: control characters would come raw, which is no JSON."""
 _SAFE = [1, 0, 0x1F, ord('"'), ord('"'), ord("\\"), ord("\\")]
-_WIDE = 0x7FF
-"""Characters beyond it take three bytes and more."""
+_NARROW = 0x7F
+"""Characters beyond it take two bytes and more."""
 _LOOKAHEAD = 2
 """Place in a rule of the expression that has to follow it, -1 = the compiler works it out."""
 
@@ -46,7 +46,7 @@ def repaired(grammar: Any, *, json_strings: bool) -> Any:
             if part[0] == _CLASS and part[2:] == _LEAKY:
                 parts[place] = [_CLASS, len(_SAFE), *_SAFE]
                 changed = True
-    if any(part[0] in (_CLASS, _CLASS_STAR) and max(part[3:], default=0) > _WIDE for part in parts):
+    if any(part[0] in (_CLASS, _CLASS_STAR) and max(part[3:], default=0) > _NARROW for part in parts):
         _without_guesses(document["rules"], parts)
         changed = True
     if not changed:
@@ -63,8 +63,8 @@ def _without_guesses(rules: list[list[Any]], parts: list[list[int]]) -> None:
     """Say of every rule that anything may follow it.
 
     The compiler would work out what does, to tell early which tokens reach beyond a rule. Where a class of
-    three-byte characters follows, it is wrong: masks then allow tokens that the matcher refuses. It makes
-    rules of repetitions, too, so these are written out before.
+    characters of several bytes follows, it is wrong: masks then allow tokens that the matcher refuses. It
+    makes rules of repetitions, too, so these are written out before.
     """
     for place, part in enumerate(parts[:]):
         if part[0] == _REPEAT and max(part[3], part[4]) <= MOST_REPEATED:
