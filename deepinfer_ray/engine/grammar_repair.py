@@ -23,6 +23,8 @@ MOST_REPEATED = 32
 _LEAKY = [1, ord('"'), ord('"'), ord("\\"), ord("\\"), ord("\r"), ord("\r"), ord("\n"), ord("\n")]
 """Characters of a JSON string with a length bound: control characters would come raw, which is no JSON."""
 _SAFE = [1, 0, 0x1F, ord('"'), ord('"'), ord("\\"), ord("\\")]
+_STRING = [*_SAFE, ord("\r"), ord("\r"), ord("\n"), ord("\n")]
+"""Characters of a JSON string without a bound, whose rule says itself what follows."""
 _NARROW = 0x7F
 """Characters beyond it take two bytes and more."""
 _LOOKAHEAD = 2
@@ -46,7 +48,7 @@ def repaired(grammar: Any, *, json_strings: bool) -> Any:
             if part[0] == _CLASS and part[2:] == _LEAKY:
                 parts[place] = [_CLASS, len(_SAFE), *_SAFE]
                 changed = True
-    if any(part[0] in (_CLASS, _CLASS_STAR) and max(part[3:], default=0) > _NARROW for part in parts):
+    if any(_takes_several_bytes(part) for part in parts):
         _without_guesses(document["rules"], parts)
         changed = True
     if not changed:
@@ -57,6 +59,13 @@ def repaired(grammar: Any, *, json_strings: bool) -> Any:
         ends.append(ends[-1] + len(part))
     document["grammar_expr_indptr"] = ends[: len(starts) + len(ends) - len(bounds)]
     return xgrammar.Grammar.deserialize_json(json.dumps(document))
+
+
+def _takes_several_bytes(part: list[int]) -> bool:
+    """Whether an expression is a class with characters beyond ASCII, the strings of JSON left out."""
+    if part[0] not in (_CLASS, _CLASS_STAR):
+        return False
+    return max(part[3:], default=0) > _NARROW or (part[2] == 1 and part[2:] not in (_LEAKY, _SAFE, _STRING))
 
 
 def _without_guesses(rules: list[list[Any]], parts: list[list[int]]) -> None:
