@@ -7,12 +7,16 @@ printed as one longer escape, a class of "^" as a negated one).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 FORMAT = "v18"
-"""Of the numbers; another one is left as it is, and the tests say so."""
+"""Of the numbers; a grammar in another one is compiled as it is, and a warning and the tests say so."""
 
 _CLASS, _CLASS_STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 2, 3, 4, 5, 6, 8
 """Kinds of expressions: [kind, count, negated, low, high, …] twice, [kind, 0], [kind, 1, rule], [kind, count,
@@ -31,6 +35,15 @@ _LOOKAHEAD = 2
 """Place in a rule of the expression that has to follow it, -1 = the compiler works it out."""
 
 
+@functools.cache
+def _warn_of(version: str) -> None:
+    """Once in a process."""
+    logger.warning(
+        "xgrammar writes grammars as %s, but the mistakes of its compiler are known as of %s: rows with some "
+        "patterns may end with an error; install xgrammar 0.2.9", version, FORMAT,
+    )  # fmt: skip
+
+
 def repaired(grammar: Any, *, json_strings: bool) -> Any:
     """An `xgrammar.Grammar` that says what `grammar` was meant to say. json_strings: it was made of a JSON
     schema, so that its strings are JSON's."""
@@ -38,6 +51,7 @@ def repaired(grammar: Any, *, json_strings: bool) -> Any:
 
     document = json.loads(grammar.serialize_json())
     if document.get("__VERSION__") != FORMAT:
+        _warn_of(str(document.get("__VERSION__")))
         return grammar
     data, starts = document["grammar_expr_data"], document["grammar_expr_indptr"]
     bounds = [*starts, len(data)] if starts[-1] != len(data) else starts

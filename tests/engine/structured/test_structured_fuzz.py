@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from xgrammar import GrammarCompiler, GrammarMatcher
 
+from deepinfer_ray.engine import grammar_repair
 from deepinfer_ray.engine.grammar_pool import Build
 from deepinfer_ray.engine.grammar_repair import FORMAT
 from deepinfer_ray.engine.grammar_spec import GrammarSpec
@@ -178,3 +179,18 @@ def test_the_repair_knows_the_installed_compiler(walker):
 
     document = json.loads(xgrammar.Grammar.from_ebnf('root ::= "a"').serialize_json())
     assert document["__VERSION__"] == FORMAT
+
+
+def test_another_compiler_is_told_of_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Its grammars stay as they are."""
+    import xgrammar
+
+    monkeypatch.setattr(grammar_repair, "FORMAT", "v0")
+    grammar_repair._warn_of.cache_clear()
+    grammar = xgrammar.Grammar.from_regex("[éa]+")
+    with caplog.at_level("WARNING"):
+        assert grammar_repair.repaired(grammar, json_strings=False) is grammar
+        assert grammar_repair.repaired(grammar, json_strings=False) is grammar
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        f"xgrammar writes grammars as {FORMAT}"
+    ]
