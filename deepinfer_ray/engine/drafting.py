@@ -131,7 +131,9 @@ class Drafting:
         values = temperature if isinstance(temperature, tuple) else (temperature,) * self.drafts
         self.temperatures = [max(value, LEAST_TEMPERATURE) for value in values]
         self._blacklist, self._best, self._multiple = blacklist, best, row_multiple
-        self._diagnose = diagnose
+        self._told = torch.zeros_like(self.pool.confidence) if diagnose else None
+        """Log-probabilities that the drafter gave its drafts, in the pool's rows; of greedy ones too, whose
+        distributions the pool does not keep."""
         self._staging = staging or Staging(pools.device)
         self._part = max(16, LOGIT_BYTES // (4 * vocab_size))
 
@@ -142,7 +144,7 @@ class Drafting:
         plan's lengths and the table's columns are exact. masks: of the step's logit rows."""
         step = self._send(plan, hidden_TD.shape[0])
         rows = inputs.verify_rows(plan, self.table).padded(hidden_TD.shape[0])
-        rows.masks, rows.diagnose = masks, self._diagnose
+        rows.masks, rows.diagnose = masks, self._told is not None
         ids_T = self.pool.ids.index_select(0, step.read_rows).masked_fill(~step.verifies, -1)
         logits_TV = self.model.logits(hidden_TD)
         mask_logits(logits_TV, rows, self._blacklist, self._staging, self._best)
@@ -155,10 +157,10 @@ class Drafting:
         error = surprise.masked_fill(~step.verifies, 0.0).sum()
 
         before: dict[str, torch.Tensor | None] = {}
-        if self._diagnose:  # of the block that was verified, before the next one takes its place
+        if self._told is not None:  # of the block that was verified, before the next one takes its place
             before = {
                 "smaller": output.smaller,
-                "draft_logprobs": self.pool.logprobs[step.read_rows, ids_T.clamp_min(0)],
+                "draft_logprobs": self._told.index_select(0, step.read_rows),
                 "draft_confidence": self.pool.confidence.index_select(0, step.read_rows),
             }
         ids_nN, confidence_nN = self._draft(plan, step, newest_n, prefix)
@@ -275,10 +277,14 @@ class Drafting:
             logits_nV, score_n = self.model.draft_step(block, place, previous_n, temperature)
             rows = inputs.draft_rows(plan, self.table, place).padded(len(newest_n))
             rows_n = self.pool.write_rows(step.slots, place)
+            rows.diagnose = self._told is not None
             keep = _KeepDistribution(self.pool, rows_n)
-            previous_n = sample(
+            drawn = sample(
                 logits_nV, rows, None, self._staging, draw=keep, shift=prefix.count, best=self._best
-            ).tokens
+            )
+            previous_n = drawn.tokens
+            if self._told is not None and drawn.logprobs is not None:
+                self._told.index_copy_(0, rows_n, drawn.logprobs)
             confidence_n = logistic(score_n).masked_fill(ends_n, 0.0)
             self.pool.ids.index_copy_(0, rows_n, previous_n)
             self.pool.confidence.index_copy_(0, rows_n, confidence_n)

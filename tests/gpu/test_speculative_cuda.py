@@ -17,7 +17,7 @@ from deepinfer_ray.engine.build import build_engine, prepare
 from deepinfer_ray.engine.cost_curve import CostCurve, StepCosts
 from deepinfer_ray.engine.draft_length import ScheduledLengths
 from deepinfer_ray.engine.engine import Engine
-from deepinfer_ray.engine.request import Request, SamplingParams
+from deepinfer_ray.engine.request import Request, RequestResult, SamplingParams
 from deepinfer_ray.engine.settings import SchedulerSettings
 from deepinfer_ray.model.checkpoint import Checkpoint
 from deepinfer_ray.model.drafter import DraftRequest
@@ -83,7 +83,15 @@ class Lab:
         random = torch.randn(confidence.shape, generator=torch.Generator().manual_seed(1))
         confidence.copy_(random)
 
-    def engine(self, drafts: int, *, varlen: bool = False, num_blocks: int = 64, **more: Any) -> Engine:
+    def engine(
+        self,
+        drafts: int,
+        *,
+        varlen: bool = False,
+        num_blocks: int = 64,
+        sampling: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Engine:
         settings = SchedulerSettings(
             num_blocks=num_blocks,
             vocab_size=512,
@@ -95,8 +103,9 @@ class Lab:
         layout = CacheLayout.build(parts.model_config, parts.numerics, drafts)
         pools = CachePools(layout, num_blocks, settings.num_state_slots, parts.device)
         pools.poison(range(1, pools.num_slots), range(1, pools.num_blocks))
+        config = parts.config.with_values(sampling=sampling or {})
         engine = Engine(
-            self.model, pools, parts.tokenizer, parts.config, compress=parts.compress, settings=settings
+            self.model, pools, parts.tokenizer, config, compress=parts.compress, settings=settings
         )
         if varlen:
             engine.loop.inputs.varlen = True
@@ -104,7 +113,7 @@ class Lab:
         return engine
 
 
-def run(engine: Engine, kinds: list[dict[str, Any]], count: int = 16) -> list[Any]:
+def results_of(engine: Engine, kinds: list[dict[str, Any]], count: int = 16) -> list[RequestResult]:
     random = np.random.default_rng(6)
     for number in range(count):
         params = SamplingParams(
@@ -115,6 +124,11 @@ def run(engine: Engine, kinds: list[dict[str, Any]], count: int = 16) -> list[An
     results = sorted(engine.run(), key=lambda result: result.request_id)
     engine.check_integrity()
     assert [result.error for result in results] == [None] * count
+    return results
+
+
+def run(engine: Engine, kinds: list[dict[str, Any]], count: int = 16) -> list[Any]:
+    results = results_of(engine, kinds, count)
     return [
         (r.token_ids.tolist(), None if r.logprobs is None else r.logprobs.tolist(), r.top_logprobs)
         for r in results
@@ -137,6 +151,25 @@ def test_overlapped_equals_plain(device: str, mode: str) -> None:
     lab = Lab(mode, device)
     kinds = [{"temperature": 0.0}, SAMPLED, PENALIZED, {"temperature": 1.0}]
     assert run(lab.engine(DRAFTS, zos=True), kinds) == run(lab.engine(DRAFTS, zos=False), kinds)
+
+
+def test_few_candidates_and_diagnostics(device: str) -> None:
+    """`sampling.force_topk` changes no greedy token; diagnostics change none and are alike in both loops."""
+    lab = Lab("exact", device)
+    kinds = [{"temperature": 0.0}, SAMPLED]
+    without = run(lab.engine(DRAFTS), kinds)
+    few = run(lab.engine(DRAFTS, sampling={"force_topk": 4}), kinds)
+    assert [tokens for tokens, *_ in few[::2]] == [tokens for tokens, *_ in without[::2]]
+    told = [
+        results_of(lab.engine(DRAFTS, zos=zos, sampling={"diagnostics": True}), kinds)
+        for zos in (False, True)
+    ]
+    for plain, overlapped, (tokens, *_) in zip(*told, without, strict=True):
+        assert plain.token_ids.tolist() == overlapped.token_ids.tolist() == tokens
+        assert plain.diagnostics == overlapped.diagnostics
+        assert plain.diagnostics is not None
+        assert len(plain.diagnostics.sum_smaller_probs) == len(tokens)
+        assert all(0 < mass <= 1 + 1e-6 for mass in plain.diagnostics.sum_smaller_probs)
 
 
 def test_the_engine_of_a_directory_measures_and_drafts(device: str) -> None:

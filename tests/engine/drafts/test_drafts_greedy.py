@@ -146,6 +146,7 @@ def test_diagnostics_say_how_tokens_came_about(lab: Lab, greedy: tuple[list[Requ
             for number, place in enumerate(ends):
                 begin = ends[number - 1] + 1 if number else 0
                 drafts = [logprob for logprob in told.draft_logprobs[begin : place + 1] if logprob <= 0]
+                assert all(logprob > -20 for logprob in drafts), "also of greedy rows, with all tokens"
                 assert len(drafts) == min(told.accepted[place] - 1, place + 1 - begin)
                 assert len(told.confidence[number]) == told.verified[place] - 1
                 assert all(0 <= chance <= 1 for chance in told.confidence[number])
