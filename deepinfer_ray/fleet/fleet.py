@@ -12,7 +12,6 @@ while there is work for it and leaves when there is none; without it the fleet g
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -27,7 +26,7 @@ from deepinfer_ray.fleet.backend import RankStats, WorkItem, WorkResult
 from deepinfer_ray.fleet.cluster import Connection, connect
 from deepinfer_ray.fleet.elastic import Elastic, Work
 from deepinfer_ray.fleet.engines import DEFAULT_FACTORY, EngineFactory
-from deepinfer_ray.fleet.gang import STOP_TIMEOUT_S, Gang, Rank, describe_death
+from deepinfer_ray.fleet.gang import Gang, Rank, describe_death, end_all
 from deepinfer_ray.fleet.launch import Launcher
 from deepinfer_ray.fleet.machines import DrainNotices, lost_machine
 from deepinfer_ray.fleet.mail import Letter, Mail
@@ -36,9 +35,10 @@ from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_gri
 from deepinfer_ray.fleet.placement import cluster_nodes
 from deepinfer_ray.fleet.roster import Roster
 from deepinfer_ray.fleet.router import Router
-from deepinfer_ray.fleet.status import last_phases, rank_entries
+from deepinfer_ray.fleet.status import rank_entries
 from deepinfer_ray.fleet.suspects import RestartBudget
 from deepinfer_ray.fleet.topology import Node, num_held
+from deepinfer_ray.fleet.vigil import Vigil
 from deepinfer_ray.fleet.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ MAX_STATS = 10_000
 
 COLLECT_WAIT_S = 2.0
 """Long poll of a rank without news; also the pulse of an idle fleet."""
-BEREFT_S = 3.0
-"""How long a rank that lost another one waits for the news of that one's death."""
 FLUSH_S = 5.0
 """How long before its machine goes a gang gives its unfinished rows back."""
 BUILD_POLL_S = 0.05
@@ -96,9 +94,7 @@ class RayFleet:
         self._ready: list[WorkResult] = []
         self._stats: deque[RankStats] = deque(maxlen=MAX_STATS)
         self._mail = Mail()
-        self._bereft: dict[int, tuple[float, str]] = {}
-        """Gangs of which a rank reported the loss of another one: since when, and what it said."""
-        self._others_at = -math.inf  # when a gang that waits for its place was last not the only hope
+        self._vigil = Vigil(self._watch, self._mail, clock)
         self._started = False
         self._closed = False
         self._failed = False
@@ -197,26 +193,10 @@ class RayFleet:
             return
         self._closed = True
         try:
-            if graceful and not self._failed:
-                self._stop_loops()
-            for gang in self._gangs:
-                gang.end()
-        except KeyboardInterrupt:  # a second Ctrl-C: no more patience, but still nothing left
-            for gang in self._gangs:
-                gang.end()
-            raise
+            end_all(list(self._gangs), graceful=graceful and not self._failed)
         finally:
             if self._connection is not None:
                 self._connection.close(keep_logs=self._failed and self.restarts > 0)
-
-    def _stop_loops(self) -> None:
-        """All ranks at once; one that does not answer in time is killed like the others."""
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError):
-            stops = [ref for gang in self._gangs for ref in gang.stop()]
-            if stops:
-                ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
 
     # ---- launch
 
@@ -227,6 +207,13 @@ class RayFleet:
             num_cpus=max(os.cpu_count() or 1, cpus),
             num_gpus=0 if self._launcher.device == "cpu" else None,
         )
+        cores = len(os.sched_getaffinity(0))
+        if self._connection.own and self.grid.world_size > cores:
+            logger.warning(
+                "%d ranks share the %d cores of this machine and take turns: %d are ready sooner and no "
+                "slower; lower --dp",
+                self.grid.world_size, cores, cores,
+            )  # fmt: skip
 
     def _nodes(self) -> list[Node]:
         """The machines that will stay."""
@@ -262,7 +249,8 @@ class RayFleet:
         for gang in moving:
             if gang in self._gangs and not gang.leaving:
                 self._build_on(gang)
-        self._look_after_ranks()
+        for dead in self._vigil.dead(self._gangs):
+            self._died(*dead)
         self._heed_notices()
         self._see_off()
         self._assign()
@@ -299,7 +287,7 @@ class RayFleet:
             cause = f"{report.fault.kind}: {report.fault.message}\n{report.fault.trace}"
             if report.fault.kind == "RankFailure" and len(gang.ranks) > 1:
                 # It lost another rank: wait a moment for the one that really failed.
-                self._bereft.setdefault(gang.index, (self._clock(), f"{rank}: {cause}"))
+                self._vigil.bereft(gang, f"{rank}: {cause}")
             else:
                 self._died(gang, rank, cause, own_fault=True)
             return
@@ -320,15 +308,13 @@ class RayFleet:
             self._died(gang, None, f"while {gang.stage}: {describe_death(error)}")
             return
         except DeepInferError as error:
-            if not self._gangs.is_further(gang):
+            if not self._gangs.is_further(gang) and lost_machine(gang.node_ids) is None:
                 raise
             self._died(gang, None, f"while {gang.stage}: {error}")
             return
-        waited = self._clock() - gang.since
-        if gang.stage == "placing" and waited > self._watch.patience.placement:
-            self._placement_is_late(gang, waited)
-        elif gang.stage in ("creating", "meeting", "loading") and waited > self._watch.patience.start:
-            self._died(gang, None, f"no engine after {waited:.0f} s of {gang.stage}")
+        overdue = self._vigil.overdue(gang, self._gangs)
+        if overdue is not None:
+            self._died(gang, None, overdue)
 
     def _stands(self, gang: Gang) -> None:
         for rank in gang.ranks:
@@ -343,25 +329,6 @@ class RayFleet:
             self._elastic.joined(gang.index)
             self.joined += 1
             logger.warning("gang %d joined: %s", gang.index, ", ".join(map(str, gang.ranks)))
-
-    def _placement_is_late(self, gang: Gang, waited_s: float) -> None:
-        """Fatal at the start; later a gang waits as long as others run, and else for a while."""
-        others = any(other is not gang for other in self._gangs.up)
-        limit_s, now = self._watch.patience.replacement, self._clock()
-        if others:
-            self._others_at = now
-        if self._gangs.is_further(gang):
-            if waited_s > limit_s:
-                self._died(gang, None, f"no place within {limit_s:g} s")
-            return
-        if gang.generation > 0 and now - max(gang.since, self._others_at) < limit_s:
-            if not gang.late:
-                gang.late = True
-                goes_on = "the other ranks go on" if others else f"the job waits for {limit_s:.0f} s in all"
-                logger.warning("%s", gang.placement.failure(waited_s, now=goes_on))
-            return
-        copies = sum(other.stage == "placing" for other in self._gangs)
-        raise gang.placement.failure(waited_s, copies=copies)
 
     # ---- further gangs
 
@@ -408,7 +375,9 @@ class RayFleet:
 
         When a machine goes earlier than that, the rows that are left run elsewhere.
         """
-        for gang in [gang for gang in self._gangs if gang.leaving]:
+        for gang in self._gangs:
+            if not gang.leaving or gang not in self._gangs:  # one before it may have taken its place
+                continue
             left = self._notices.seconds_left(gang.node_ids)
             if left is None or left > FLUSH_S:
                 if gang.stage == "up" and self._rows_of(gang):
@@ -428,21 +397,6 @@ class RayFleet:
         return sum(len(load.in_flight) for load in loads if load)
 
     # ---- death
-
-    def _look_after_ranks(self) -> None:
-        for gang in self._gangs.up:
-            since, cause = self._bereft.get(gang.index, (math.inf, ""))
-            if self._clock() - since > BEREFT_S:
-                self._died(gang, None, cause)
-                continue
-            for rank in gang.ranks:
-                verdict = self._watch.verdict(rank.rank)
-                if verdict is not None:
-                    verdict += last_phases(gang, self._watch)
-                    self._died(gang, rank, verdict)
-                    break
-                if rank.pinging is None and self._watch.wants_ping(rank.rank):
-                    rank.pinging = self._mail.sent(rank.actor.ping.remote(), Letter("ping", gang, rank))
 
     def _died(self, gang: Gang, rank: Rank | None, cause: str, *, own_fault: bool = False) -> None:
         """End what is left of the gang, take its rows back, start its successor.
@@ -479,7 +433,7 @@ class RayFleet:
     def _take_back(self, gang: Gang, guilty: Rank | None) -> int:
         """Forget a gang's ranks; how many rows they had, which wait again. Those of `guilty` are suspects."""
         self._mail.forget(gang)
-        self._bereft.pop(gang.index, None)
+        self._vigil.forget(gang)
         rows = self._rows_of(gang)
         for member in gang.ranks:
             blame = guilty is not None and guilty.rank // self.grid.cp == member.rank // self.grid.cp

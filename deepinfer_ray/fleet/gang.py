@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepinfer_ray.errors import CheckpointError, ConfigError, RankFailure
+from deepinfer_ray.fleet.machines import lost_machine
 from deepinfer_ray.fleet.messages import RankFault, RankReport, RankSpec, RankWhere
 from deepinfer_ray.fleet.placement import Placement, cluster_nodes
 from deepinfer_ray.fleet.rank_actor import RankActor
@@ -100,8 +101,11 @@ class Gang:
 
         if self.stage == "placing" and self._placed():
             self._create()
-        if self.stage == "creating" and self._answered():
-            self._number(ray.get(self._calls))
+        if self.stage == "creating":
+            if self._answered():
+                self._number(ray.get(self._calls))
+            else:
+                self._check_machines()
         if self.stage == "meeting" and self._answered():
             self._load(ray.get(self._calls[0]))
         if self.stage == "loading" and self._answered():
@@ -115,6 +119,17 @@ class Gang:
             return False
         self._look_at = now + min(LOOK_MOST_S, LOOK_SHARE * (now - self.since))
         return self.placement.placed()
+
+    def _check_machines(self) -> None:
+        """`RankFailure` when one of them is gone before its actor ran: Ray would keep the actor pending until
+        its bundle has a machine again, which may never be."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_MOST_S
+        machine = lost_machine(self.node_ids)
+        if machine is not None:
+            raise RankFailure(f"machine {machine} was lost before the rank there had started")
 
     def _answered(self) -> bool:
         """Whether every pending call is done; a failed one raises at once, whatever the others do."""
@@ -226,6 +241,26 @@ class Gang:
             pings = [actor.ping.remote() for actor in self._actors]
             if pings:
                 ray.wait(pings, num_returns=len(pings), timeout=GONE_TIMEOUT_S)
+
+
+def end_all(gangs: Sequence[Gang], *, graceful: bool) -> None:
+    """End gangs, all at once if their loops may end first; one that does not answer in time is killed.
+
+    On Ctrl-C there is no more patience, but still nothing is left.
+    """
+    import ray
+
+    try:
+        with contextlib.suppress(ray.exceptions.RayError):
+            stops = [ref for gang in gangs for ref in gang.stop()] if graceful else []
+            if stops:
+                ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+        for gang in gangs:
+            gang.end()
+    except KeyboardInterrupt:
+        for gang in gangs:
+            gang.end()
+        raise
 
 
 def describe_death(error: Exception) -> str:

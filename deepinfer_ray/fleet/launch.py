@@ -18,7 +18,7 @@ from deepinfer_ray.fleet.topology import Bundle, Node, PlacementPlan, plan_place
 from deepinfer_ray.parallel.grid import RankGrid
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launcher:
     """Every gang of a fleet is like the others. name: of the fleet; placement groups are named after it."""
 
@@ -30,14 +30,18 @@ class Launcher:
     factory: EngineFactory | str
     name: str
     clock: Callable[[], float] = time.monotonic
+    _bundle: Bundle | None = None
 
     def bundle(self, nodes: Sequence[Node]) -> Bundle:
-        """What one rank holds; whether a GPU is part of it may depend on the machines."""
-        gpus = self.options.gpus_per_rank
-        if gpus is None:
-            has_gpu = any(node.total.get("GPU", 0) for node in nodes)
-            gpus = 1.0 if self.device == "cuda" or (self.device == "auto" and has_gpu) else 0.0
-        return rank_bundle(self.options.cpus_per_rank, gpus)
+        """What one rank holds. Whether a GPU is part of it may depend on the machines: those of the first
+        call decide, so that a rank whose GPU machine was lost waits for another one."""
+        if self._bundle is None:
+            gpus = self.options.gpus_per_rank
+            if gpus is None:
+                has_gpu = any(node.total.get("GPU", 0) for node in nodes)
+                gpus = 1.0 if self.device == "cuda" or (self.device == "auto" and has_gpu) else 0.0
+            self._bundle = rank_bundle(self.options.cpus_per_rank, gpus)
+        return self._bundle
 
     def plan(self, nodes: Sequence[Node]) -> PlacementPlan:
         """How a gang is packed on these machines."""

@@ -286,6 +286,7 @@ class Runner:
         self._progress.note(
             f"{why} after {rows} more rows, which complete {len(self._open)} open parts{hint}"
         )
+        self._tell_backend()
 
     def _check_error_rate(self, min_rows: int) -> None:
         if self._before.rows + self._ended.rows < min_rows:
@@ -306,8 +307,7 @@ class Runner:
     def _look(self, *, last: bool = False) -> None:
         """Ask the backend how it is, and note it; tell it how much is still to come."""
         self._asked = self._clock()
-        if isinstance(self._backend, Grows):
-            self._backend.expect(self._to_come())
+        self._tell_backend()
         status = self._backend.status()
         self.restarts = int(status.get("restarts", 0))
         notice_s = status.get("notice_s")
@@ -315,9 +315,14 @@ class Runner:
             self._signals.announce(notice_s)
         self._observer.turn(self._ended, self.parts, status, self._backend, last=last)
 
+    def _tell_backend(self) -> None:
+        """How much is still to come. Of a run that stops nothing that a backend should grow for."""
+        if isinstance(self._backend, Grows):
+            self._backend.expect(0 if self._ending is not None else self._to_come())
+
     def _to_come(self) -> int:
         """About how many items are still to be submitted: those that wait here, and those of unread rows."""
-        unread = 0 if self._ending is not None else max(0, self._rows_left - self._read)
+        unread = max(0, self._rows_left - self._read)
         return len(self._ahead) + (unread * self._next_key // self._read if self._read else unread)
 
     def _show(self, *, force: bool = False) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ray.util import placement_group_table
 
 from deepinfer_ray.config.engine import EngineConfig
 from deepinfer_ray.engine.request import Request, SamplingParams
@@ -285,13 +286,13 @@ DRIVER = """
     from deepinfer_ray.fleet.fleet import RayFleet
     from deepinfer_ray.fleet.options import FleetOptions
     fleet = RayFleet("m", None, 2, device="cpu", engine_factory=stub_engine.make,
-                     options=FleetOptions(address={address!r}, cpus_per_rank=0.5))
+                     options=FleetOptions(address={address!r}, cpus_per_rank={cpus}, max_gangs={most}))
     try:
         with fleet:
             fleet.submit([WorkItem(k, stub_engine.prompt(5, 50), SamplingParams(), k) for k in range(1000)])
-            while not fleet.poll(1.0):
+            while not fleet.poll(1.0) or ({most} and fleet.status()["ranks"][-1]["stage"] != "placing"):
                 pass
-            pids = [rank["pid"] for rank in fleet.status()["ranks"]]
+            pids = [rank["pid"] for rank in fleet.status()["ranks"] if rank["pid"]]
             print(*pids, fleet.status()["ray_files"], flush=True)
             while True:
                 fleet.poll(1.0)
@@ -300,12 +301,18 @@ DRIVER = """
 """
 
 
-def interrupted_driver(address: str | None, blow: int = signal.SIGINT) -> tuple[list[int], str, int]:
+def interrupted_driver(
+    address: str | None, blow: int = signal.SIGINT, cpus: float = 0.5
+) -> tuple[list[int], str, int]:
     """A driver gets a signal while rows are in flight: Ctrl-C with its whole process group, SIGKILL alone.
 
-    Rank pids, the directory of its own cluster or "None", exit code.
+    Rank pids, the directory of its own cluster or "None", exit code. cpus: of each of its two ranks; with
+    more than 1 on a cluster of 4 a third, which it may have then, waits for its place when the signal comes.
     """
-    code = textwrap.dedent(DRIVER).format(tests=str(Path(__file__).parent), address=address)
+    most = 3 if cpus > 1 else None
+    code = textwrap.dedent(DRIVER).format(
+        tests=str(Path(__file__).parent), address=address, cpus=cpus, most=most
+    )
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     driver = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -357,6 +364,20 @@ def test_ctrl_c_leaves_nothing_on_a_foreign_cluster(cluster: Any) -> None:
         assert time.monotonic() < deadline, "a rank outlived its driver"
         time.sleep(0.05)
     assert cluster.cluster_resources()["CPU"] == 4, "the cluster itself goes on"
+
+
+def test_kill_9_of_the_driver_leaves_nothing_on_a_foreign_cluster(cluster: Any) -> None:
+    """Its ranks, and the placement group of a further gang that waits: Ray ends both with the driver."""
+
+    def groups() -> set[str]:
+        return {row["name"] for row in placement_group_table().values() if row["state"] != "REMOVED"}
+
+    pids, _, code = interrupted_driver(cluster.get_runtime_context().gcs_address, signal.SIGKILL, cpus=2.0)
+    assert code == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while any(map(alive, pids)) or (held := groups()):
+        assert time.monotonic() < deadline, f"still there: {held}"
+        time.sleep(0.1)
 
 
 def test_ctrl_c_ends_a_cluster_of_our_own() -> None:

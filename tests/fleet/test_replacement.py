@@ -71,10 +71,10 @@ def test_the_wait_begins_when_the_last_other_gang_is_gone(stub: ModuleType) -> N
     fleet._gangs.put(other)
     fleet._gangs.put(lost)
     for now[0] in (100.0, 7200.0):
-        fleet._placement_is_late(lost, now[0])
+        assert fleet._vigil.overdue(lost, fleet._gangs) is None
     other.stage = "placing"
     now[0] += Patience().replacement - 1
-    fleet._placement_is_late(lost, now[0])
+    assert fleet._vigil.overdue(lost, fleet._gangs) is None
     now[0] += 2
     with pytest.raises(PlacementError, match="8101 s"):
-        fleet._placement_is_late(lost, now[0])
+        fleet._vigil.overdue(lost, fleet._gangs)

@@ -116,3 +116,27 @@ def test_the_drivers_machine_is_announced_to_go(job, write_rows, read_output, tm
     committed = len(read_output(tmp_path / "out"))
     assert 0 < committed < 3000
     assert outcome.summary.rows_left == 3000 - committed
+
+
+def test_a_backend_that_may_grow_is_told_at_once_that_a_stopping_run_needs_no_more(job, write_rows, tmp_path):
+    """Rows that were read ahead still run, but are no reason to ask for another gang."""
+
+    class Growing(Slow):
+        told, stopped_at = [], None
+
+        def expect(self, items):
+            self.told.append(items)
+
+    def ask():
+        os.kill(os.getpid(), signal.SIGTERM)
+        growing.stopped_at = len(growing.told)
+
+    growing = Growing(ask)
+    path = write_rows(tmp_path / "in.parquet", {"prompt": [f"row {row}" for row in range(400)]}, group=100)
+    outcome = job(input=path, stub=growing, sets=("job.rows_per_part=100",))
+    assert outcome.exit_code == 143
+    assert outcome.summary.counts.rows == 100, "the open part was completed"
+    before, after = growing.told[: growing.stopped_at], growing.told[growing.stopped_at :]
+    assert all(items > 0 for items in before)
+    assert len(after) >= 2, "at once, not only at the next look"
+    assert set(after) == {0}

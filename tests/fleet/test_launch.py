@@ -1,0 +1,53 @@
+"""What a fleet asks machines for, and what it says about that; no cluster."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from deepinfer_ray.fleet import fleet as fleet_module
+from deepinfer_ray.fleet.cluster import Connection
+from deepinfer_ray.fleet.fleet import RayFleet
+from deepinfer_ray.fleet.launch import Launcher
+from deepinfer_ray.fleet.options import FleetOptions, fleet_grid
+from deepinfer_ray.fleet.topology import Node
+
+GPU_MACHINE = Node("a", "10.0.0.1", {"CPU": 16.0, "GPU": 8.0}, {})
+CPU_MACHINE = Node("b", "10.0.0.2", {"CPU": 64.0}, {})
+
+
+def launcher(device: str) -> Launcher:
+    return Launcher(fleet_grid(None, 1), FleetOptions(), "/models/v41", None, device, "none:none", "test")
+
+
+def test_a_rank_whose_gpu_machine_was_lost_does_not_move_to_a_cpu() -> None:
+    """Its rows would come slowly, and sampled ones differently."""
+    made = launcher("auto")
+    assert made.plan([CPU_MACHINE, GPU_MACHINE]).bundles == ({"CPU": 1.0, "GPU": 1.0},)
+    assert made.plan([CPU_MACHINE]).bundles == ({"CPU": 1.0, "GPU": 1.0},)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", True), ("cpu", False), ("auto", False)])
+def test_which_device_holds_a_gpu_where_no_machine_has_one(device: str, gpus: bool) -> None:
+    assert ("GPU" in launcher(device).bundle([CPU_MACHINE])) is gpus
+
+
+@pytest.mark.parametrize(("dp", "own", "warns"), [(300, True, True), (2, True, False), (300, False, False)])
+def test_more_ranks_than_cores_are_told_where_the_cluster_is_ours(
+    stub: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    dp: int, own: bool, warns: bool,
+) -> None:  # fmt: skip
+    asked = []
+
+    def connect(address: str | None, **resources: int | None) -> Connection:
+        asked.append(resources["num_cpus"])
+        return Connection("127.0.0.1:1", own, joined=False)
+
+    monkeypatch.setattr(fleet_module, "connect", connect)
+    monkeypatch.setattr(fleet_module.os, "sched_getaffinity", lambda pid: {0, 1})
+    RayFleet("m", None, dp, device="cpu", engine_factory=stub.make)._connect()
+    assert asked[0] >= dp, "no refusal"
+    lines = [record.getMessage() for record in caplog.records]
+    text = "300 ranks share the 2 cores of this machine and take turns: 2 are ready sooner and no slower"
+    assert lines == ([f"{text}; lower --dp"] if warns else [])
