@@ -28,11 +28,15 @@ ECHO, KILL, REFUSE, TRIP, BREAK, SLOW = range(6)
 
 
 class StubEngine:
-    """Up to `room` rows at a time; a step finishes the oldest after `delay_s`."""
+    """Up to `room` rows at a time; a step finishes the oldest after `delay_s`.
 
-    def __init__(self, room: int = 8, delay_s: float = 0.0) -> None:
+    until: a file; when it is there slow rows take no time any more.
+    """
+
+    def __init__(self, room: int = 8, delay_s: float = 0.0, until: str | None = None) -> None:
         self.room = room
         self.delay_s = delay_s
+        self.until = until
         self.rows: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
@@ -54,7 +58,8 @@ class StubEngine:
         if any(row.prompt[0] == BREAK for row in self.rows):
             raise FloatingPointError("the stub engine broke")
         request = self.rows.popleft()
-        time.sleep(self.delay_s + (request.prompt[1] / 1e3 if request.prompt[0] == SLOW else 0.0))
+        slow = request.prompt[0] == SLOW and not (self.until and Path(self.until).exists())
+        time.sleep(self.delay_s + (request.prompt[1] / 1e3 if slow else 0.0))
         return [
             RequestResult(
                 request.request_id,
@@ -75,7 +80,7 @@ class GangConfig(dict[str, Any]):
 
 
 def make(spec: Any) -> StubEngine:
-    """The factory. `engine_config`: {"room": N, "delay_s": {rank: seconds}, "fail": kind, "once": path}."""
+    """The factory. `engine_config`: {"room": N, "delay_s": {rank: seconds}, "until": path, "fail": kind}."""
     config = spec.engine_config or {}
     if config.get("fail") == "checkpoint":
         raise CheckpointError(f"{spec.model_dir}: model.safetensors is missing; nothing was started")
@@ -86,7 +91,9 @@ def make(spec: Any) -> StubEngine:
     if "log" in config:
         with Path(config["log"]).open("a") as log:
             log.write(f"{spec.rank} {spec.generation} {os.getpid()} {os.environ['OMP_NUM_THREADS']}\n")
-    return StubEngine(config.get("room", 8), config.get("delay_s", {}).get(spec.rank, 0.0))
+    return StubEngine(
+        config.get("room", 8), config.get("delay_s", {}).get(spec.rank, 0.0), config.get("until")
+    )
 
 
 def prompt(*ids: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -137,23 +138,29 @@ def test_fewer_gangs_than_the_grid_asks_for_are_refused() -> None:
         most_gangs(grid, 2)
 
 
-def run(fleet: RayFleet, stub: ModuleType, count: int, row_ms: int) -> tuple[dict[int, int], set[str]]:
-    """Feed as the job does; the attempts of every row by key, and stages in which gang 1 was seen."""
-    todo = [WorkItem(key, stub.prompt(stub.SLOW, row_ms), SamplingParams(), key) for key in range(count)]
+def run(fleet: RayFleet, stub: ModuleType, enough: Callable[[set[str]], bool]) -> tuple[int, set[str]]:
+    """Feed as the job does, rows without end until `enough` of the stages in which gang 1 was seen; how many
+    rows there were, each of which came back once at its first attempt, and those stages."""
+    todo = [WorkItem(key, stub.prompt(stub.SLOW, 30), SamplingParams(), key) for key in range(20_000)]
     attempts: dict[int, int] = {}
     seen: set[str] = set()
-    deadline = time.monotonic() + 60
-    while len(attempts) < count:
-        assert time.monotonic() < deadline, f"{len(attempts)} of {count} rows, {fleet.status()}"
+    submitted, deadline = 0, time.monotonic() + 90
+    while todo or len(attempts) < submitted:
+        assert time.monotonic() < deadline, f"{len(attempts)} of {submitted} rows, {fleet.status()}"
         fleet.expect(len(todo))
-        fleet.submit([todo.pop() for _ in range(min(fleet.wanted(), len(todo)))])
+        room = min(fleet.wanted(), len(todo))
+        fleet.submit([todo.pop() for _ in range(room)])
+        submitted += room
         for done in fleet.poll(0.2):
             assert done.key not in attempts
             assert done.result.error is None
             attempts[done.key] = done.attempts
         seen |= {rank["stage"] for rank in fleet.status()["ranks"] if rank["gang"] == 1}
+        if enough(seen):
+            todo.clear()
     fleet.router.check_integrity()
-    return attempts, seen
+    assert attempts == dict.fromkeys(attempts, 1)
+    return submitted, seen
 
 
 @pytest.mark.ray
@@ -173,9 +180,8 @@ def test_gangs_that_never_come_up_cost_nothing(
     options = FleetOptions(cpus_per_rank=0.5, max_restarts=0, max_gangs=2, patience=patience)
     with RayFleet("m", {"room": 4}, 1, device="cpu", engine_factory=stub.make, options=options) as fleet:
         assert isinstance(fleet, Grows)
-        attempts, _ = run(fleet, stub, count=160, row_ms=30)
+        run(fleet, stub, lambda seen: caplog.text.count("did not join") >= 2)
         status = fleet.status()
-    assert attempts == dict.fromkeys(range(160), 1)
     assert status["gangs"] == {"up": 1, "least": 1, "most": 2, "joined": 0, "left": 0}
     assert status["restarts"] == 0
     told = [r.getMessage() for r in caplog.records if "did not join" in r.getMessage()]
@@ -189,12 +195,15 @@ def test_a_place_that_never_comes_holds_nobody_up(cluster: Any, stub: ModuleType
     """The cluster has 4 CPUs and a gang takes 3: the second one waits until there is nothing left to do."""
     options = FleetOptions(cpus_per_rank=3.0, max_gangs=2, patience=Patience(placement=0.5))
     with RayFleet("m", {"room": 4}, 1, device="cpu", engine_factory=stub.make, options=options) as fleet:
-        started = time.monotonic()
-        attempts, seen = run(fleet, stub, count=150, row_ms=30)
-        assert time.monotonic() - started < 12
-        assert attempts == dict.fromkeys(range(150), 1)
-        assert "placing" in seen
-        assert not seen & {"creating", "loading", "up"}
+        asked = [0.0]
+
+        def waits_for_long(seen: set[str]) -> bool:
+            asked[0] = asked[0] or ("placing" in seen and time.monotonic())
+            return bool(asked[0]) and time.monotonic() - asked[0] > 1.5
+
+        rows, seen = run(fleet, stub, waits_for_long)
+        assert rows > 50, "the first gang went on"
+        assert seen == {"placing"}, "three times as long as the first placement may take"
         fleet.expect(0)
         fleet.poll(0)
         assert [rank["gang"] for rank in fleet.status()["ranks"]] == [0]
@@ -239,8 +248,12 @@ def test_a_further_gang_that_dies_is_only_replaced_later(
 
 @pytest.mark.ray
 def test_a_job_with_a_gang_that_joins(cluster: Any, stub: ModuleType, tmp_path: Path) -> None:
-    """From flags to rows: the ranks that were there are in the statistics, and every row is there once."""
-    ids = [[stub.SLOW, 20, row % 500] for row in range(1200)]
+    """From flags to rows: the ranks that were there are in the statistics, and every row is there once.
+
+    Rows take their time until a second gang has run some.
+    """
+    joined = tmp_path / "joined"
+    ids = [[stub.SLOW, 100, row % 500] for row in range(600)]
     pq.write_table(pa.table({"ids": ids}), tmp_path / "in.parquet")
     flags = {
         "--model": str(make_checkpoint(tmp_path / "model", "tiny", layers=6, experts=4)),
@@ -251,16 +264,24 @@ def test_a_job_with_a_gang_that_joins(cluster: Any, stub: ModuleType, tmp_path: 
     }
     config = load_config((), ["job.gang_idle_s=0.5"], flags, {})
 
+    class Watched(RayFleet):
+        def status(self) -> dict[str, Any]:
+            status = super().status()
+            if any(rank["gang"] == 1 and rank["done"] > 4 for rank in status["ranks"]):
+                joined.touch()
+            return status
+
     def make(engine: Any, model: Any) -> RayFleet:
         chosen = default_options(engine, max_gangs=config.job.max_gangs, idle_s=config.job.gang_idle_s)
         options = replace(chosen, cpus_per_rank=0.5)
-        return RayFleet("m", {"room": 8}, 1, device="cpu", engine_factory=stub.make, options=options)
+        stubs = {"room": 8, "until": str(joined)}
+        return Watched("m", stubs, 1, device="cpu", engine_factory=stub.make, options=options)
 
     said: list[str] = []
     with StopSignals() as signals:
         outcome = generate(config, make, said.append, signals)
     assert outcome.exit_code == 0
-    assert "starting 1 rank for 1,200 rows; more may join, up to 2 gangs" in said
+    assert "starting 1 rank for 600 rows; more may join, up to 2 gangs" in said
     rows = pq.read_table(tmp_path / "out").to_pylist()
     assert [row["token_ids"] for row in rows] == [prompt[::-1] for prompt in ids]
     (run,) = read_stats(Store(str(tmp_path / "out")))

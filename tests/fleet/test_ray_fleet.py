@@ -375,8 +375,8 @@ def test_kill_9_of_the_driver_leaves_nothing_on_a_foreign_cluster(cluster: Any) 
     pids, _, code = interrupted_driver(cluster.get_runtime_context().gcs_address, signal.SIGKILL, cpus=2.0)
     assert code == -signal.SIGKILL
     deadline = time.monotonic() + 20
-    while any(map(alive, pids)) or (held := groups()):
-        assert time.monotonic() < deadline, f"still there: {held}"
+    while any(map(alive, pids)) or groups():
+        assert time.monotonic() < deadline, f"still there: {groups()}"
         time.sleep(0.1)
 
 
