@@ -28,6 +28,7 @@ from deepinfer_ray.model.tensors import (
     TensorSpec,
     expected_tensors,
 )
+from deepinfer_ray.parallel.expert_map import physical_experts
 
 EP_SIZES = (1, 2, 4, 8, 16, 32, 48, 64)
 
@@ -69,11 +70,6 @@ def components(specs: list[TensorSpec]) -> list[dict[str, Any]]:
         for name in COMPONENTS
         if name in sums
     ]
-
-
-def physical_experts(routed: int, ep: int, least_extra: int = 0) -> int:
-    """Expert slots of one layer over an EP group: a multiple of `ep`, at least `routed + least_extra`."""
-    return routed + least_extra + -(routed + least_extra) % ep
 
 
 def packed_scale_growth(specs: list[TensorSpec]) -> int:

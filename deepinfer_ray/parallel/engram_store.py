@@ -23,18 +23,6 @@ def padded_rows(rows: int, ranks: int) -> int:
     return -(-rows // unit) * unit
 
 
-def row_range(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of the real rows that a rank owns; a rank without one is an error."""
-    share = padded_rows(rows, ranks) // ranks
-    start = rank * share
-    if not 0 <= rank < ranks or start >= rows:
-        raise ValueError(
-            f"Engram rank {rank} of {ranks} would own rows from {start}, but the table has {rows} rows; "
-            "use fewer Engram ranks"
-        )
-    return start, min(start + share, rows)
-
-
 class EngramStore(Protocol):
     """The tables of all Engram layers as one rank sees them."""
 

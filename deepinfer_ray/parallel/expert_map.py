@@ -32,14 +32,19 @@ class ExpertMapError(DeepInferError):
     """A placement of experts that cannot be: a bug, named with the layer and the slot."""
 
 
+def physical_experts(num_logical: int, ep_size: int, requested: int = 0) -> int:
+    """P = L + X: the least multiple of E that holds the L experts and so many redundant ones (spec §3.1)."""
+    return num_logical + requested + -(num_logical + requested) % ep_size
+
+
 def extra_experts(num_logical: int, ep_size: int, requested: int = 0) -> int:
-    """X = requested + (-(L + requested) mod E): the fewest redundant slots that divide over the ranks."""
+    """X = requested + (-(L + requested) mod E), with a warning when that is more than was requested."""
     if num_logical < 1 or ep_size < 1 or requested < 0:
         raise ConfigError(
             f"eplb.extra_experts must be >= 0 with at least one expert and one rank, got {requested} for "
             f"{num_logical} experts on {ep_size} ranks"
         )
-    extra = requested + -(num_logical + requested) % ep_size
+    extra = physical_experts(num_logical, ep_size, requested) - num_logical
     if extra != requested:
         logger.warning(
             "eplb.extra_experts = %d becomes %d: (%d + %d) experts divide over %d ranks",

@@ -32,7 +32,7 @@ class ExpertSlots(Protocol):
 
 
 class TensorSlots:
-    """`ExpertSlots` over lists of tensors, one list per layer."""
+    """`ExpertSlots` over lists of tensors, one list per layer; for tests, which need no model then."""
 
     def __init__(self, layers: Sequence[Sequence[torch.Tensor]]) -> None:
         self.layers = layers

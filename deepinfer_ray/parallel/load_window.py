@@ -99,11 +99,6 @@ class LoadMeter:
         self._pending: torch.Tensor | None = None
         self._ranks = 1
 
-    @property
-    def steps_to_gather(self) -> int:
-        """Steps until one contains a gather (1 = the next one): whoever times steps leaves it out."""
-        return len(self.tokens) - self.filled
-
     def record(self, counters: Sequence[torch.Tensor], group: RankGroup) -> LoadBalance | None:
         """After a step: int32 [Y, n] of every group of layers. Collective when the interval is full; returns
         the figures that the step before gathered."""

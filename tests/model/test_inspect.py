@@ -15,8 +15,9 @@ from deepinfer_ray.cli.inspect_cmd import inspect
 from deepinfer_ray.cli.make_checkpoint import make_checkpoint
 from deepinfer_ray.config.hf import ModelConfig
 from deepinfer_ray.errors import CheckpointError
-from deepinfer_ray.model.inspect import inspect_checkpoint, packed_scale_growth, physical_experts
+from deepinfer_ray.model.inspect import inspect_checkpoint, packed_scale_growth
 from deepinfer_ray.model.tensors import expected_tensors, shard_group
+from deepinfer_ray.parallel.expert_map import physical_experts
 
 ROOT = Path(__file__).parents[2]
 RELEASED = ROOT / "configs" / "models" / "deepseek-v4.1-flash"
@@ -102,7 +103,7 @@ def test_physical_experts() -> None:
     """spec/model.md §2.6."""
     assert [physical_experts(384, ep) for ep in (1, 8, 48, 5)] == [384, 384, 384, 385]
     assert physical_experts(128, 48) == 144
-    assert physical_experts(384, 8, least_extra=3) == 392
+    assert physical_experts(384, 8, requested=3) == 392
 
 
 def test_the_release_has_48_shards() -> None:
