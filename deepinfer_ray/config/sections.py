@@ -47,6 +47,9 @@ class ParallelOptions(Section):
     nccl_ctas: int = Field(32, ge=1)
     timeout_s: float = Field(600.0, gt=0)
     step_timeout_s: float = Field(300.0, gt=0)
+    label_selector: tuple[str, ...] = ()
+    """Node labels of machines that may hold a rank, each as `name=value`; the value may also be `!value`,
+    `in(a,b)` or `!in(a,b)`."""
 
     @property
     def replicas(self) -> int:
@@ -59,6 +62,20 @@ class ParallelOptions(Section):
     @property
     def world(self) -> int:
         return max(self.replicas * self.cp, self.engram_size)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """`label_selector` by name."""
+        return {name: wish for name, _, wish in (entry.partition("=") for entry in self.label_selector)}
+
+    @field_validator("label_selector")
+    @classmethod
+    def _named(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in entries:
+            name, equals, wish = entry.partition("=")
+            if not (name and equals and wish):
+                raise ValueError(f"{entry!r} is no label; write name=value, as ray.io/accelerator-type=H200")
+        return entries
 
     @model_validator(mode="after")
     def _divisible(self) -> ParallelOptions:

@@ -38,7 +38,8 @@ class Launcher:
         if self._bundle is None:
             gpus = self.options.gpus_per_rank
             if gpus is None:
-                has_gpu = any(node.total.get("GPU", 0) for node in nodes)
+                may_hold = [node for node in nodes if node.meets(self.options.label_selector)]
+                has_gpu = any(node.total.get("GPU", 0) for node in may_hold)
                 gpus = 1.0 if self.device == "cuda" or (self.device == "auto" and has_gpu) else 0.0
             self._bundle = rank_bundle(self.options.cpus_per_rank, gpus)
         return self._bundle
@@ -46,7 +47,8 @@ class Launcher:
     def plan(self, nodes: Sequence[Node]) -> PlacementPlan:
         """How a gang is packed on these machines."""
         bundle = self.bundle(nodes)
-        return plan_placement([dict(bundle) for _ in range(self.grid.gang_size)], nodes)
+        bundles = [dict(bundle) for _ in range(self.grid.gang_size)]
+        return plan_placement(bundles, nodes, self.options.label_selector)
 
     def launch(self, index: int, ranks: Sequence[int], generation: int, plan: PlacementPlan) -> Gang:
         """Ask for a gang's placement group; `Gang.advance` does the rest. ranks: their global numbers."""

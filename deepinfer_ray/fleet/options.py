@@ -5,6 +5,7 @@ Knows: limits, resources of a rank, the parallel sizes of an engine config. Does
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ class FleetOptions:
     bundle. gpus_per_rank: None = 1 when the device is `cuda`, or `auto` on a cluster with GPUs. num_threads:
     torch threads of a rank; None = cpus_per_rank rounded down, at least 1. max_restarts: deaths without
     progress. max_gangs: up to so many gangs run at once while there are rows for them; None = those that the
-    grid asks for.
+    grid asks for. label_selector: node labels of machines that may hold a rank (spec/ray.md §2.3).
     """
 
     address: str | None = None
@@ -30,6 +31,7 @@ class FleetOptions:
     num_threads: int | None = None
     max_restarts: int = 3
     max_gangs: int | None = None
+    label_selector: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -37,10 +39,11 @@ class FleetOptions:
 def default_options(
     engine_config: Any, *, max_gangs: int | None = None, idle_s: float = Patience.idle
 ) -> FleetOptions:
-    """Options that agree with the engine's: `parallel.step_timeout_s`."""
+    """Options that agree with the engine's: `parallel.step_timeout_s`, `parallel.label_selector`."""
     parallel = getattr(engine_config, "parallel", None)
     patience = Patience(step=getattr(parallel, "step_timeout_s", Patience.step), idle=idle_s)
-    return FleetOptions(max_gangs=max_gangs, patience=patience)
+    selector = getattr(parallel, "labels", {})
+    return FleetOptions(max_gangs=max_gangs, label_selector=selector, patience=patience)
 
 
 def fleet_grid(engine_config: Any, dp: int) -> RankGrid:

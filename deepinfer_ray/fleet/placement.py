@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deepinfer_ray.errors import PlacementError
+from deepinfer_ray.errors import ConfigError, PlacementError
 from deepinfer_ray.fleet.topology import Node, PlacementPlan, demand_and_supply, nodes_of
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,17 @@ class Placement:
         packing: dict[str, Any] = {"strategy": plan.strategy}
         if plan.topology_strategy:
             packing = {"topology_strategy": dict(plan.topology_strategy)}
-        self.group = placement_group(list(plan.bundles), name=name, **packing)
+        if plan.label_selector:
+            packing["bundle_label_selector"] = [dict(plan.label_selector)] * len(plan.bundles)
+        try:
+            self.group = placement_group(list(plan.bundles), name=name, **packing)
+        except ValueError as error:
+            if not plan.label_selector:
+                raise
+            raise ConfigError(
+                f"parallel.label_selector = {dict(plan.label_selector)} is refused by Ray: {error}\n"
+                "  what to do: write each as name=value, with value, !value, in(a,b) or !in(a,b)"
+            ) from None
 
     def placed(self) -> bool:
         """Whether every bundle stands on a node now."""

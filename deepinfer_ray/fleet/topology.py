@@ -37,6 +37,14 @@ class Node:
         """The NVLink domain that the node's label names, if it has one."""
         return self.labels.get(GPU_DOMAIN_LABEL) or None
 
+    def meets(self, selector: Mapping[str, str]) -> bool:
+        """Whether its labels are as selected: `v`, `!v`, `in(a,b)`, `!in(a,b)` by name (spec/ray.md §2.3)."""
+        for name, wish in selector.items():
+            values = wish.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
+            if (self.labels.get(name) in [value.strip() for value in values]) == wish.startswith("!"):
+                return False
+        return True
+
     def room(self, bundle: Bundle) -> int:
         """How many such bundles the whole machine could hold were nothing else on it."""
         return _room(self.total, bundle)
@@ -78,32 +86,41 @@ def rank_bundle(cpus: float, gpus: float) -> Bundle:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """What to ask Ray for. Exactly one of `strategy` and `topology_strategy` is set."""
+    """What to ask Ray for. Exactly one of `strategy` and `topology_strategy` is set.
+
+    label_selector: of every bundle; empty = any machine.
+    """
 
     bundles: tuple[Bundle, ...]
     strategy: str | None = None
     topology_strategy: Mapping[str, str] | None = None
     warning: str | None = None
+    label_selector: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """E.g. `4 × {CPU: 1, GPU: 1}, STRICT_PACK within one ray.io/gpu-domain`."""
         how = f"STRICT_PACK within one {GPU_DOMAIN_LABEL}" if self.topology_strategy else str(self.strategy)
-        return f"{describe_bundles(self.bundles)}, {how}"
+        where = "".join(f", where {name} = {wish}" for name, wish in self.label_selector.items())
+        return f"{describe_bundles(self.bundles)}, {how}{where}"
 
 
-def plan_placement(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> PlacementPlan:
-    """How the ranks of one gang are packed (one bundle a rank).
+def plan_placement(
+    bundles: Sequence[Bundle], nodes: Sequence[Node], label_selector: Mapping[str, str] | None = None
+) -> PlacementPlan:
+    """How the ranks of one gang are packed (one bundle a rank), on machines with the selected labels.
 
     One NVLink domain when every candidate node (one that could hold a bundle at all) names its domain;
     else one machine when some machine could hold all of them; else PACK, with a warning to show.
     """
-    bundles = tuple(bundles)
-    candidates = [node for node in nodes if any(node.room(bundle) for bundle in bundles)]
+    bundles, selector = tuple(bundles), dict(label_selector or {})
+    candidates = [
+        node for node in nodes if node.meets(selector) and any(node.room(bundle) for bundle in bundles)
+    ]
     if candidates and all(node.domain for node in candidates):
         topology = {NODE_LABEL: "PACK", GPU_DOMAIN_LABEL: "STRICT_PACK"}
-        return PlacementPlan(bundles, topology_strategy=topology)
+        return PlacementPlan(bundles, topology_strategy=topology, label_selector=selector)
     if not candidates or len(bundles) == 1 or any(_holds_all(node, bundles) for node in candidates):
-        return PlacementPlan(bundles, strategy="STRICT_PACK")
+        return PlacementPlan(bundles, strategy="STRICT_PACK", label_selector=selector)
     unlabelled = [node for node in candidates if not node.domain]
     warning = (
         f"{len(bundles)} ranks do not fit on one machine and {len(unlabelled)} of {len(candidates)} "
@@ -111,7 +128,7 @@ def plan_placement(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> Placemen
         f"exchange experts may land in different NVLink domains; label the nodes: "
         f"ray start --labels={GPU_DOMAIN_LABEL}=NAME"
     )
-    return PlacementPlan(bundles, strategy="PACK", warning=warning)
+    return PlacementPlan(bundles, strategy="PACK", warning=warning, label_selector=selector)
 
 
 def _holds_all(node: Node, bundles: Sequence[Bundle]) -> bool:
@@ -126,6 +143,8 @@ def num_held(plan: PlacementPlan, nodes: Sequence[Node], *, now: bool = False) -
     bundle, wanted = plan.bundles[0], len(plan.bundles)
     rooms: Counter[str] = Counter()
     for node in nodes:
+        if not node.meets(plan.label_selector):
+            continue
         if plan.topology_strategy:
             place = node.domain or node.node_id
         else:
@@ -193,11 +212,15 @@ def demand_and_supply(plan: PlacementPlan, nodes: Sequence[Node], copies: int = 
             f"{name} {_amount(node.free.get(name, 0.0))} free of {_amount(node.total.get(name, 0.0))}"
             for name in total
         ]
-        fits = min(node.room_now(bundle) for bundle in plan.bundles)
+        now, empty = (
+            (min(map(node.room_now, plan.bundles)), min(map(node.room, plan.bundles)))
+            if (selected := node.meets(plan.label_selector))
+            else (0, 0)
+        )
         domain = f", {GPU_DOMAIN_LABEL}={node.domain}" if node.domain else ""
         lines.append(
-            f"    node {node.address} ({node.node_id[:8]}{domain}): {', '.join(parts)}; holds {fits} now, "
-            f"{min(node.room(bundle) for bundle in plan.bundles)} when empty"
+            f"    node {node.address} ({node.node_id[:8]}{domain}): {', '.join(parts)}; holds {now} now, "
+            f"{empty} when empty" + ("" if selected else " (parallel.label_selector)")
         )
     if not nodes:
         lines.append("    no live node")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepinfer_ray.config.hf import ModelConfig
@@ -92,7 +92,14 @@ def forecast(
         },
         "fit": [fit.as_dict() for fit in fits],
         "cpu": on_cpu.as_dict(),
-        "placement": _placement(grid, cluster, on_gpu, problems, most_gangs(grid, config.job.max_gangs)),
+        "placement": _placement(
+            grid,
+            cluster,
+            on_gpu,
+            problems,
+            most_gangs(grid, config.job.max_gangs),
+            engine.parallel.labels,
+        ),
     }
     found["estimate"] = _estimate(found, config, tokens_per_second)
     return {**found, "problems": problems}
@@ -176,6 +183,7 @@ def _placement(
     on_gpu: bool,
     problems: list[str],
     most_gangs: int,
+    selector: Mapping[str, str],
 ) -> dict[str, Any]:
     """Where the ranks would stand now, and how many gangs there is room for."""
     further = most_gangs - grid.num_gangs
@@ -189,7 +197,7 @@ def _placement(
         return {"cluster": None, "nodes": [], "possible": None, "gangs_now": None, "text": text}
     address, nodes = cluster
     bundle = rank_bundle(CPUS_PER_RANK, 1.0 if on_gpu else 0.0)
-    wanted = plan_placement([bundle] * grid.gang_size, nodes)
+    wanted = plan_placement([bundle] * grid.gang_size, nodes, selector)
     possible = can_ever_hold(wanted, nodes, grid.num_gangs)
     text = f"on {address}: {grid.num_gangs} gangs, each {wanted.describe()}"
     gangs_now = num_held(wanted, nodes, now=True)

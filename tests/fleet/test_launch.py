@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
+from deepinfer_ray.config.load import load_config
+from deepinfer_ray.errors import ConfigError
 from deepinfer_ray.fleet import fleet as fleet_module
 from deepinfer_ray.fleet.cluster import Connection
 from deepinfer_ray.fleet.fleet import RayFleet
 from deepinfer_ray.fleet.launch import Launcher
-from deepinfer_ray.fleet.options import FleetOptions, fleet_grid
+from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid
 from deepinfer_ray.fleet.topology import Node
 
+FLAGS = {"--model": "m", "--input": ["in.parquet"], "--output": "out"}
 GPU_MACHINE = Node("a", "10.0.0.1", {"CPU": 16.0, "GPU": 8.0}, {})
 CPU_MACHINE = Node("b", "10.0.0.2", {"CPU": 64.0}, {})
 
@@ -51,3 +55,21 @@ def test_more_ranks_than_cores_are_told_where_the_cluster_is_ours(
     lines = [record.getMessage() for record in caplog.records]
     text = "300 ranks share the 2 cores of this machine and take turns: 2 are ready sooner and no slower"
     assert lines == ([f"{text}; lower --dp"] if warns else [])
+
+
+def test_labels_that_a_run_names_reach_the_plan() -> None:
+    """The names hold dots, which the keys of a configuration cannot."""
+    sets = ['parallel.label_selector=["ray.io/accelerator-type=H200", "zone=in(a,b)"]']
+    options = default_options(load_config((), sets, FLAGS, {}))
+    assert options.label_selector == {"ray.io/accelerator-type": "H200", "zone": "in(a,b)"}
+    chosen = replace(launcher("auto"), options=options)
+    machine = replace(GPU_MACHINE, labels={"ray.io/accelerator-type": "H200", "zone": "b"})
+    plan = chosen.plan([machine, CPU_MACHINE])
+    assert plan.label_selector == options.label_selector
+    assert plan.bundles == ({"CPU": 1.0, "GPU": 1.0},)
+    assert "GPU" not in replace(launcher("auto"), options=options).bundle([GPU_MACHINE]), "not one to choose"
+
+
+def test_a_label_without_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'zone' is no label; write name=value"):
+        load_config((), ["parallel.label_selector=[zone]"], FLAGS, {})

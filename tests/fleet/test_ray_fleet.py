@@ -27,7 +27,7 @@ from deepinfer_ray.fleet.generate import FleetGenerator
 from deepinfer_ray.fleet.options import FleetOptions
 from deepinfer_ray.fleet.placement import Placement
 from deepinfer_ray.fleet.scratch import sweep
-from deepinfer_ray.fleet.topology import GPU_DOMAIN_LABEL, PlacementPlan
+from deepinfer_ray.fleet.topology import GPU_DOMAIN_LABEL, NODE_LABEL, PlacementPlan
 from deepinfer_ray.fleet.watch import Patience
 
 pytestmark = pytest.mark.ray
@@ -150,6 +150,19 @@ def test_impossible_placement_names_demand_and_supply(cluster: Any, stub: Module
     assert "demand: 1 × {CPU: 3}, STRICT_PACK = {CPU: 3}" in text
     assert "CPU 1 free of 4; holds 0 now, 1 when empty" in text
     assert "--dp" in text
+
+
+def test_ranks_stand_only_where_labels_say(cluster: Any, stub: ModuleType) -> None:
+    here = cluster.get_runtime_context().get_node_id()
+    with fleet_of(stub, 2, label_selector={NODE_LABEL: here}) as fleet:
+        assert {rank["node_id"] for rank in fleet.status()["ranks"]} == {here}
+    elsewhere = fleet_of(stub, 1, label_selector={NODE_LABEL: f"!{here}"}, patience=Patience(placement=0.5))
+    with pytest.raises(
+        PlacementError, match=rf"where {NODE_LABEL} = !{here}(.|\n)*holds 0 now, 0 when empty"
+    ):
+        elsewhere.start()
+    with pytest.raises(ConfigError, match=r"parallel\.label_selector = .* is refused by Ray"):
+        fleet_of(stub, 1, label_selector={NODE_LABEL: "in(a"}).start()
 
 
 def test_a_machine_without_gpus_refuses_cuda_ranks(cluster: Any, stub: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from deepinfer_ray.fleet.topology import (
     can_ever_hold,
     demand_and_supply,
     nodes_of,
+    num_held,
     plan_placement,
     rank_bundle,
     rank_order,
@@ -150,3 +152,31 @@ def test_a_rank_needs_some_resource() -> None:
     assert rank_bundle(0.5, 0) == {"CPU": 0.5}
     with pytest.raises(PlacementError, match="must hold some CPU or GPU"):
         rank_bundle(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("wish", "meets"),
+    [
+        ("H200", [True, False, False]),
+        ("!H200", [False, True, True]),
+        ("in(H100, H200)", [True, True, False]),
+        ("!in(H100,H200)", [False, False, True]),
+    ],
+)
+def test_labels_select_machines_as_ray_does(wish: str, meets: list[bool]) -> None:
+    nodes = [replace(node("n", 4, 4), labels=labels) for labels in ({"kind": "H200"}, {"kind": "H100"}, {})]
+    assert [each.meets({"kind": wish}) for each in nodes] == meets
+
+
+def test_machines_that_are_not_selected_hold_nothing() -> None:
+    """Neither their domain nor their room counts, and the message says why."""
+    labels = {GPU_DOMAIN_LABEL: "a", "kind": "H200"}
+    nodes = [replace(node("good", 4, 4), labels=labels), node("other", 8, 8)]
+    plan = plan_placement([GPU_RANK] * 4, nodes, {"kind": "H200"})
+    assert plan.topology_strategy is not None, "the other machine's missing label is no matter"
+    assert num_held(plan, nodes) == 1
+    assert num_held(plan_placement([GPU_RANK] * 4, nodes, {"kind": "B200"}), nodes) == 0
+    text = demand_and_supply(plan, nodes)
+    assert "STRICT_PACK within one ray.io/gpu-domain, where kind = H200" in text
+    ends = [line.split("holds ")[1] for line in text.splitlines() if "holds " in line]
+    assert sorted(ends) == ["0 now, 0 when empty (parallel.label_selector)", "4 now, 4 when empty"]
