@@ -334,7 +334,7 @@ class RayFleet:
 
     def _resize(self) -> None:
         """Ask for one more gang if it is worth it, and let those go that have nothing to do."""
-        up = len(self._gangs.up)
+        up = sum(not gang.leaving for gang in self._gangs.up)
         work = Work(
             waiting=self.router.num_pending + self._expected,
             running=self.router.num_in_flight,

@@ -217,6 +217,18 @@ def test_actors_whose_machine_is_gone_before_they_run_are_not_waited_for(
         gang.advance()
 
 
+def test_no_gang_is_asked_for_while_one_moves(bench: Any) -> None:
+    """It takes no rows, which is not because it is full; its successor wants the free place."""
+    made = bench(1, max_gangs=2)
+    made.up(*made.launched)
+    made.fill(1, 2)
+    made.fleet.expect(1000)
+    made.drains["machine 0"] = 600.0
+    for _ in range(4):
+        made.turn(SETTLE_S)
+    assert made.state() == [(0, 0, "up")], "its rows have not ended"
+
+
 def test_rows_of_a_gang_that_dies_while_it_leaves_run_again_unsuspected(bench: Any) -> None:
     made = bench(2, max_restarts=0)
     made.up(*made.launched)
