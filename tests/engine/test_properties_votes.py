@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import lockstep_runs
 import pytest
 
 from deepinfer_ray.engine.phase_vote import InProcessGroup
 
-SCRIPT = Path(__file__).with_name("lockstep_runs.py")
-_spec = importlib.util.spec_from_file_location("lockstep_runs", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-lockstep_runs = importlib.util.module_from_spec(_spec)
-sys.modules["lockstep_runs"] = lockstep_runs
-_spec.loader.exec_module(lockstep_runs)
-
+SCRIPT = Path(lockstep_runs.__file__)
 BATCH = 50
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_schemas import RandomSchemas
 
 from deepinfer_ray.cache.layout import CacheLayout
 from deepinfer_ray.cache.pool import CachePools
@@ -26,14 +25,6 @@ from deepinfer_ray.ops.numerics import Numerics
 
 VOCAB = 512
 COMPRESS = (np.arange(VOCAB) * 31 % 103).astype(np.int32)
-
-_spec = importlib.util.spec_from_file_location(
-    "random_schemas", Path(__file__).with_name("random_schemas.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
 
 
 def byte(char: str) -> int:
@@ -159,4 +150,4 @@ def workshop(pool: GrammarPool) -> Iterator[Workshop]:
 @pytest.fixture(scope="session")
 def random_schemas() -> Callable[[int], Any]:
     """Seed -> `RandomSchemas`."""
-    return _module.RandomSchemas  # type: ignore[no-any-return]
+    return RandomSchemas

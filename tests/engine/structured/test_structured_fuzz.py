@@ -6,16 +6,14 @@ The vocabulary has all bytes, pieces of characters, several characters in one to
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 from random import Random
 
 import jsonschema
 import numpy as np
 import pytest
+import random_grammars as grammars
 from xgrammar import GrammarCompiler, GrammarMatcher
 
 from deepinfer_ray.engine import grammar_repair
@@ -26,14 +24,6 @@ from deepinfer_ray.engine.grammar_worker import Job, compile_job
 from deepinfer_ray.engine.mock import EOS
 from deepinfer_ray.engine.structured import StructuredOutputs, _Try
 from deepinfer_ray.errors import RowError
-
-_spec = importlib.util.spec_from_file_location(
-    "random_grammars", Path(__file__).with_name("random_grammars.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-grammars = sys.modules["random_grammars"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(grammars)
 
 LONGEST = 100
 STRUCTURE = [
