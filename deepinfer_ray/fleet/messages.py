@@ -57,7 +57,7 @@ class RankWhere:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A rank's pulse. phase: created, loading, idle, step, drained, stopped or failed.
+    """A rank's pulse. phase: created, loading, idle, step, stopped or failed.
 
     step: steps done. age_s: seconds since the phase or the step counter last changed.
     in_flight: rows that were submitted and have no result yet. part: what the engine is doing inside a step.

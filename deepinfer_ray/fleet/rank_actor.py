@@ -5,7 +5,7 @@ The class is plain Python; the fleet wraps it with `ray.remote` and several call
 during a step and no call ever waits for a batch.
 
     engine thread:  take rows from the inbox → add → step → put results into the outbox
-    call threads:   submit → inbox;  collect ← outbox (long poll);  ping, drain, profile, stop
+    call threads:   submit → inbox;  collect ← outbox (long poll);  ping, profile, stop
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LINGER_S = 0.01
 
 
 class RankActor:
-    """`start / submit / collect / drain / ping / stop`. Every call but `start` may come at any time."""
+    """`start / submit / collect / ping / stop`. Every call but `start` may come at any time."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         os.environ.update({**RANK_ENVIRONMENT, **(environment or {})})
@@ -63,7 +63,6 @@ class RankActor:
         self._step = 0
         self._phase = "created"
         self._changed_at = time.monotonic()
-        self._draining = False
         self._stopping = False
         self._fault: RankFault | None = None
         self._engine: Any = None
@@ -120,12 +119,6 @@ class RankActor:
                 self._changed.wait_for(lambda: self._phase != "step", timeout=LINGER_S)
             return self._report()
 
-    def drain(self) -> None:
-        """Take no more rows; the loop ends (phase `drained`) when the last row in flight has its result."""
-        with self._changed:
-            self._draining = True
-            self._changed.notify_all()
-
     def ping(self) -> Heartbeat:
         """The pulse, at any time."""
         with self._changed:
@@ -176,9 +169,6 @@ class RankActor:
         """Move the inbox into the engine; waits while there is nothing to do; False when it must end."""
         with self._changed:
             while not self._inbox and not self._stopping and not engine.has_unfinished():
-                if self._draining:
-                    self._enter("drained")
-                    return False
                 if self._phase != "idle":
                     self._engine_wants, self._unseen = engine.wanted(), 0
                     self._enter("idle")
@@ -199,15 +189,14 @@ class RankActor:
         """
         with self._changed:
             if gang.left:
-                self._enter("stopped" if self._stopping else "drained")
+                self._enter("stopped")
                 return False
             if gang.idle and not self._inbox:
                 if self._phase != "idle":
                     self._engine_wants, self._unseen = engine.wanted(), 0
                     self._enter("idle")
                 self._changed.wait(IDLE_TURN_S)
-            quiet = not self._inbox and not engine.has_unfinished()
-            gang.leaving = self._stopping or (self._draining and quiet)
+            gang.leaving = self._stopping
             items = list(self._inbox)
             self._inbox.clear()
         for item in items:
@@ -261,10 +250,10 @@ class RankActor:
         self._changed.notify_all()
 
     def _wanted(self) -> int:
-        return 0 if self._ended() or self._draining else max(0, self._engine_wants - self._unseen)
+        return 0 if self._ended() else max(0, self._engine_wants - self._unseen)
 
     def _ended(self) -> bool:
-        return self._phase in ("drained", "stopped", "failed")
+        return self._phase in ("stopped", "failed")
 
     def _has_news(self) -> bool:
         return bool(self._outbox) or self._ended() or self._wanted() > self._reported_wanted

@@ -15,6 +15,7 @@ from deepinfer_ray.fleet.fleet import RayFleet
 from deepinfer_ray.fleet.launch import Launcher
 from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid
 from deepinfer_ray.fleet.topology import Node
+from deepinfer_ray.job.forecast import _placement
 
 FLAGS = {"--model": "m", "--input": ["in.parquet"], "--output": "out"}
 GPU_MACHINE = Node("a", "10.0.0.1", {"CPU": 16.0, "GPU": 8.0}, {})
@@ -73,3 +74,13 @@ def test_labels_that_a_run_names_reach_the_plan() -> None:
 def test_a_label_without_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="'zone' is no label; write name=value"):
         load_config((), ["parallel.label_selector=[zone]"], FLAGS, {})
+
+
+def test_the_plan_of_a_run_knows_the_labels_too() -> None:
+    problems: list[str] = []
+    grid, cluster = fleet_grid(None, 2), ("10.0.0.1:6379", [GPU_MACHINE])
+    assert _placement(grid, cluster, True, problems, 2, {})["possible"]
+    assert not problems
+    assert not _placement(grid, cluster, True, problems, 2, {"zone": "b"})["possible"]
+    assert "where zone = b" in problems[0]
+    assert "holds 0 now, 0 when empty (parallel.label_selector)" in problems[0]

@@ -128,16 +128,6 @@ def test_appetite_that_grows_without_a_result_is_news(
     assert report.wanted >= 1
 
 
-def test_drain_ends_after_the_last_row(make_rank: Callable[..., RankActor], stub: ModuleType) -> None:
-    rank = make_rank()
-    rank.submit([work(key, stub.prompt(stub.SLOW, 20)) for key in range(4)])
-    rank.drain()
-    assert rank.collect(0.0).wanted == 0
-    results, _ = gather(rank, 4)
-    assert len(results) == 4
-    assert rank.collect(1.0).heartbeat.phase == "drained"
-
-
 def test_stop_drops_what_is_in_flight(make_rank: Callable[..., RankActor], stub: ModuleType) -> None:
     rank = make_rank()
     rank.submit([work(key, stub.prompt(stub.SLOW, 30)) for key in range(100)])
