@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,8 @@ from deepinfer_ray.fleet import fleet as fleet_module
 from deepinfer_ray.fleet.cluster import Connection
 from deepinfer_ray.fleet.fleet import RayFleet
 from deepinfer_ray.fleet.launch import Launcher
-from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid
+from deepinfer_ray.fleet.options import FleetOptions, default_options, fleet_grid, rank_environment
+from deepinfer_ray.fleet.rank_actor import RANK_ENVIRONMENT, RankActor
 from deepinfer_ray.fleet.topology import Node
 from deepinfer_ray.job.forecast import _placement
 
@@ -84,3 +86,16 @@ def test_the_plan_of_a_run_knows_the_labels_too() -> None:
     assert not _placement(grid, cluster, True, problems, 2, {"zone": "b"})["possible"]
     assert "where zone = b" in problems[0]
     assert "holds 0 now, 0 when empty (parallel.label_selector)" in problems[0]
+
+
+def test_ranks_with_collectives_get_the_environment_that_theirs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process before anything imports CUDA; what a person set goes first."""
+    alone, gang = fleet_grid(None, 2), fleet_grid(SimpleNamespace(parallel=SimpleNamespace(ep=2)), 2)
+    assert rank_environment(alone, {"A": "1"}) == {"A": "1"}
+    chosen = rank_environment(gang, {"NCCL_PXN_DISABLE": "0", "A": "1"})
+    assert (chosen["NCCL_PXN_DISABLE"], chosen["NCCL_NVLS_ENABLE"], chosen["A"]) == ("0", "0", "1")
+    for name in (*chosen, *RANK_ENVIRONMENT):
+        monkeypatch.setenv(name, "before")
+    RankActor(chosen)
+    assert {name: os.environ[name] for name in chosen} == chosen
+    assert os.environ["OMP_NUM_THREADS"] == "1"

@@ -91,6 +91,36 @@ def test_groups_of_a_gang_and_the_death_of_a_rank() -> None:
         assert seconds < 10, "a closed connection is noticed at once"
 
 
+def _silent(rank: int, meet: Any, queue: Any) -> None:
+    """Rank 1 lives, but does not come to the sum."""
+    groups = ProcessGroups.connect(RankGrid.build(dp=2, ep=2), rank, meet, timeout_s=1.5)
+    started = time.monotonic()
+    if rank == 1:
+        time.sleep(8)
+        return
+    try:
+        groups.ep.sum(torch.ones(1))
+    except RankFailure as error:
+        queue.put((str(error), time.monotonic() - started))
+
+
+def test_a_rank_that_hangs_is_waited_for_as_long_as_the_configuration_says() -> None:
+    context = multiprocessing.get_context("fork")
+    store, queue = Store("127.0.0.1", "silent"), context.Queue()
+    processes = [
+        context.Process(target=_silent, args=(rank, store.rendezvous, queue), daemon=True) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    message, seconds = queue.get(timeout=60)
+    processes[1].kill()
+    for process in processes:
+        process.join(30)
+    assert message.startswith("gang rank 0 of 2: a sum failed, another rank of the group is gone or too slow")
+    assert "(parallel.timeout_s)" in message
+    assert 1.0 < seconds < 7
+
+
 def test_ranks_of_different_grids_refuse_each_other() -> None:
     answers = _processes([GRID, GRID, RankGrid.build(dp=4, cp=1, ep=4), GRID])
     assert all("was started for D=" in answer[1] for answer in answers)
