@@ -241,7 +241,8 @@ class RayFleet:
         self._watch.looking()
         self._assign()
         moving = [gang for gang in self._gangs if gang.stage != "up"]
-        wait_s = min(wait_s, BUILD_POLL_S if moving else self._watch.patience.ping_after / 2)
+        # Far below what the watch takes for an absence of the driver, which it forgives all ranks.
+        wait_s = min(wait_s, BUILD_POLL_S if moving else self._watch.patience.ping_after / 4)
         self._mail.wait([ref for gang in moving for ref in gang.calls], 0 if self._ready else wait_s)
         self._watch.looking()
         for letter, answer in self._mail.answered():

@@ -71,6 +71,7 @@ def run_job(input_: Path, output: Path, grid: tuple[int, int, int, int]) -> dict
             f"eplb.window={EVERY}",
             f"eplb.extra_experts={ep}",
             "eplb.verify=true",
+            "eplb.stat_interval=10",
         ]
 
     def make(engine: Any, model: Any) -> Backend:
@@ -84,14 +85,14 @@ def run_job(input_: Path, output: Path, grid: tuple[int, int, int, int]) -> dict
     return {row["row_id"]: row for row in table.to_pylist()}
 
 
-def rebalances(output: Path) -> int:
-    """How often the experts moved, by what the job kept of rank 0's statistics."""
+def rank_0(output: Path) -> list[dict[str, Any]]:
+    """What the job kept of rank 0's statistics."""
     lines = [
         json.loads(line)
         for file in (output / "_deepinfer" / "stats").glob("run-*.jsonl")
         for line in file.read_text().splitlines()
     ]
-    return sum(line["sums"].get("rebalances", 0) for line in lines if line.get("who") == "0")
+    return [line for line in lines if line.get("who") == "0"]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,10 @@ def test_a_job_whose_experts_move_every_twenty_steps_gives_the_rows_of_one_rank(
 ) -> None:
     """(D, C, E) = (2, 1, 2), redundant experts; `eplb.verify` hashes every slot right after each move."""
     assert run_job(source, tmp_path / "out", (2, 1, 2, 0)) == alone
-    assert rebalances(tmp_path / "out") >= 3
+    lines = rank_0(tmp_path / "out")
+    assert sum(line["sums"].get("rebalances", 0) for line in lines) >= 3
+    balances = [line["means"].get("expert_load_balance") for line in lines]
+    assert [balance for balance in balances if balance is not None and 1 < balance < 2], "the report's figure"
 
 
 @pytest.mark.soak

@@ -97,11 +97,14 @@ def test_counters_of_a_rank_grow_by_the_difference() -> None:
             "steps": 12,
             "completion_tokens": 55,
             "mfu": 0.4,
+            "expert_load_balance": 1.25,
+            "rebalances": 2,
             "verified_lengths": [0, 1, 4],
             "accepted_lengths": [1, 2, 2],
         }
     )
     assert sink.values["mfu"] == 0.4
+    assert (sink.values["expert_load_balance"], sink.values["expert_rebalances",]) == (1.25, 2)
     by_position = {
         position: tuple(sink.values[f"drafts_{what}", position] for what in ("made", "verified", "accepted"))
         for position in "12"

@@ -281,3 +281,19 @@ def test_a_number_that_is_used_again_starts_with_clean_books(bench: Any) -> None
     load = made.fleet.router.load(1)
     assert (load.sent, load.received, load.done, load.credits) == (0, 0, 0, 4)
     assert made.fleet._watch.beat(1).generation == 1
+
+
+def test_waiting_for_mail_is_no_absence_of_the_driver(bench: Any) -> None:
+    """A rank that says nothing counts as dead after its time, also when nobody else writes meanwhile."""
+    made = bench(1)
+    made.up(*made.launched)
+
+    def wait(refs: list[Any], timeout_s: float) -> None:
+        made.now += timeout_s + 0.01
+
+    made.fleet._mail.wait = wait
+    started = made.now
+    while made.launched[0].stage == "up":
+        made.fleet.poll(10.0)
+        assert made.now - started < 2 * Patience().silent, "its silence was forgiven"
+    assert made.state() == [(0, 1, "placing")]
