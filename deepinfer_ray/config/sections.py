@@ -163,10 +163,10 @@ class SpeculativeOptions(Section):
     """Drafting and verification (spec/speculative.md)."""
 
     num_drafts: int | None = Field(None, ge=0)
-    """Draft tokens a step, at most 32; 0 = plain decoding. Greedy output is the same with and without, sampled
-    output has the same distribution. More than the checkpoint's `dspark_block_size` work, but were never
-    trained. None: 5 where `runtime.backend` is `cuda` and the checkpoint has draft layers, else
-    0 (`auto` too: what comes out must not depend on the machine that a job is started from)."""
+    """Draft tokens a step, at most 32; 0 = plain decoding. Greedy output is the same with and without drafts,
+    sampled output has the same distribution. More than the checkpoint's `dspark_block_size` work, but were
+    never trained. None: 5 where `runtime.backend` is `cuda` and the checkpoint has draft layers, else 0
+    (`auto` too: what comes out must not depend on the machine that a job is started from)."""
     varlen: bool = False
     """Verify as many drafts as are worth their measured time. Lengths then depend on timing, and with them
     the draws of sampled rows (not their distribution)."""
