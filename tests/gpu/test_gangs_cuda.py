@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepinfer_ray.fleet.options import GANG_ENVIRONMENT
 from deepinfer_ray.parallel.groups import Store
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.gpu
 TWO = pytest.mark.gpu2
 """Deselected where there is one GPU only (conftest.py)."""
 SCRIPT = Path(__file__).parents[1] / "engine" / "gangs.py"
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "CUDA_SCALE_LAUNCH_QUEUES": "4x", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**GANG_ENVIRONMENT, "CUDA_SCALE_LAUNCH_QUEUES": "4x", "OMP_NUM_THREADS": "1"}
+"""Of a rank's process, as a fleet sets it."""
 
 
 def run_ranks(
