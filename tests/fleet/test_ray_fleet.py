@@ -289,8 +289,9 @@ def test_stopped_process_is_noticed(cluster: Any, stub: ModuleType) -> None:
 
 
 DRIVER = """
-    import importlib.util, os, sys, time
+    import signal, sys
     import ray
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in whatever was started with `&`
     sys.path.insert(0, {tests!r})
     import stub_engine
     ray.cloudpickle.register_pickle_by_value(stub_engine)
