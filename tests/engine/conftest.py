@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from result_bits import Bits, bits_of
+from threads import one_thread
 from tokenizers import Tokenizer
 
 from deepinfer_ray.cache.layout import CacheLayout
@@ -29,9 +30,6 @@ from deepinfer_ray.ops.numerics import Numerics
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 VOCAB = 512
 MOCK_COMPRESS = (np.arange(VOCAB) * 31 % 103).astype(np.int32)
-
-Bits = tuple[list[int], list[float] | None, list[float] | None, object, str, str]
-"""Everything of a result that must not depend on sharing."""
 
 
 @dataclass
@@ -81,17 +79,6 @@ class Lab:
         return [by_id[request.request_id] for request in requests]
 
 
-def bits(result: RequestResult) -> Bits:
-    return (
-        result.token_ids.tolist(),
-        None if result.logprobs is None else result.logprobs.tolist(),
-        None if result.prompt_logprobs is None else result.prompt_logprobs.tolist(),
-        result.top_logprobs,
-        result.finish_reason,
-        result.text,
-    )
-
-
 def family(
     heads: Sequence[int], tails: Sequence[int], *, seed: int = 0, max_tokens: int = 6, **params: Any
 ) -> list[Request]:
@@ -123,7 +110,7 @@ class PrefixKit:
     lab: Callable[[str], Lab]
     family: Callable[..., list[Request]] = family
     again: Callable[[Sequence[Request]], list[Request]] = again
-    bits: Callable[[RequestResult], Bits] = bits
+    bits: Callable[[RequestResult], Bits] = bits_of
 
 
 @functools.cache
@@ -142,7 +129,5 @@ def make_lab(name: str) -> Lab:
 @pytest.fixture(scope="session")
 def kit() -> Iterator[PrefixKit]:
     """One thread: the tiny models are too small for two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield PrefixKit(make_lab)
-    torch.set_num_threads(before)
+    with one_thread():
+        yield PrefixKit(make_lab)

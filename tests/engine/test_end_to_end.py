@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from threads import one_thread
 
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.config.engine import EngineConfig
@@ -26,10 +26,8 @@ MAX_LEN = 200
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from threads import one_thread
 
 from deepinfer_ray.cache.pool import CachePools
 from deepinfer_ray.config.engine import EngineConfig
@@ -473,7 +474,5 @@ def test_engine_refuses_what_it_cannot_keep(build: Callable[[], Engine], words: 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from threads import one_thread
 
 from deepinfer_ray.cache.metadata import StepMetadata
 from deepinfer_ray.cache.pool import CachePools
@@ -28,10 +29,8 @@ TINY = Path(__file__).parents[1] / "data" / "golden" / "tinyB"
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import threads
 
 from deepinfer_ray.engine.request import Request, SamplingParams, completion_seed
 from deepinfer_ray.llm import LLM
@@ -122,10 +122,8 @@ def test_real_model_gives_the_bits_of_single_requests(kit: Any) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads.one_thread():
+        yield
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import gangs
 import numpy as np
 import pytest
 import torch
@@ -18,18 +16,6 @@ from deepinfer_ray.engine.engine import Engine
 from deepinfer_ray.errors import RankFailure
 from deepinfer_ray.parallel.groups import ProcessGroups
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gangs", Path(__file__).with_name("gangs.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gangs"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-gangs = _load()
 Case = gangs.Case
 COMPACT = {"prefill": {"truncation_mode": "compact", "keep_tokens": 24}}
 FAST_EPLB = {"eplb": {"interval": 5, "window": 5, "extra_experts": 2, "stat_interval": 5, "verify": True}}

@@ -138,12 +138,13 @@ def test_fewer_gangs_than_the_grid_asks_for_are_refused() -> None:
         most_gangs(grid, 2)
 
 
-def run(fleet: RayFleet, stub: ModuleType, enough: Callable[[set[str]], bool]) -> tuple[int, set[str]]:
-    """Feed as the job does, rows without end until `enough` of the stages in which gang 1 was seen; how many
-    rows there were, each of which came back once at its first attempt, and those stages."""
-    todo = [WorkItem(key, stub.prompt(stub.SLOW, 30), SamplingParams(), key) for key in range(20_000)]
+def feed(
+    fleet: RayFleet, stub: ModuleType, row_ms: int, enough: Callable[[list[dict[str, Any]]], bool]
+) -> dict[int, int]:
+    """Feed as the job does, rows without end until what is known of the ranks of gang 1 is `enough`; the
+    attempts of each row, all of which came back once and without an error."""
+    todo = [WorkItem(key, stub.prompt(stub.SLOW, row_ms), SamplingParams(), key) for key in range(20_000)]
     attempts: dict[int, int] = {}
-    seen: set[str] = set()
     submitted, deadline = 0, time.monotonic() + 90
     while todo or len(attempts) < submitted:
         assert time.monotonic() < deadline, f"{len(attempts)} of {submitted} rows, {fleet.status()}"
@@ -155,12 +156,24 @@ def run(fleet: RayFleet, stub: ModuleType, enough: Callable[[set[str]], bool]) -
             assert done.key not in attempts
             assert done.result.error is None
             attempts[done.key] = done.attempts
-        seen |= {rank["stage"] for rank in fleet.status()["ranks"] if rank["gang"] == 1}
-        if enough(seen):
+        if enough([rank for rank in fleet.status()["ranks"] if rank["gang"] == 1]):
             todo.clear()
     fleet.router.check_integrity()
+    return attempts
+
+
+def run(fleet: RayFleet, stub: ModuleType, enough: Callable[[set[str]], bool]) -> tuple[int, set[str]]:
+    """`feed` until `enough` of the stages in which gang 1 was seen; how many rows there were, each of which
+    came back at its first attempt, and those stages."""
+    seen: set[str] = set()
+
+    def look(ranks: list[dict[str, Any]]) -> bool:
+        seen.update(rank["stage"] for rank in ranks)
+        return enough(seen)
+
+    attempts = feed(fleet, stub, 30, look)
     assert attempts == dict.fromkeys(attempts, 1)
-    return submitted, seen
+    return len(attempts), seen
 
 
 @pytest.mark.ray
@@ -219,27 +232,19 @@ def test_a_further_gang_that_dies_is_only_replaced_later(
     options = FleetOptions(
         cpus_per_rank=0.5, max_gangs=2, max_restarts=0 if machine else 1, patience=Patience(retry=0.5)
     )
-    todo = [WorkItem(key, stub.prompt(stub.SLOW, 20), SamplingParams(), key) for key in range(20_000)]
-    attempts: dict[int, int] = {}
-    submitted, killed, deadline = 0, 0, time.monotonic() + 90
+    killed = False
+
+    def kill_once(ranks: list[dict[str, Any]]) -> bool:
+        nonlocal killed
+        further = [rank for rank in ranks if rank["done"] > 4]
+        if further and not killed and further[0]["in_flight"]:
+            killed = True
+            os.kill(further[0]["pid"], signal.SIGKILL)
+            return False
+        return bool(further) and further[0]["generation"] == 1
+
     with RayFleet("m", {"room": 4}, 1, device="cpu", engine_factory=stub.make, options=options) as fleet:
-        while todo or len(attempts) < submitted:
-            assert time.monotonic() < deadline, fleet.status()
-            fleet.expect(len(todo))
-            room = min(fleet.wanted(), len(todo))
-            fleet.submit([todo.pop() for _ in range(room)])
-            submitted += room
-            for done in fleet.poll(0.2):
-                assert done.key not in attempts
-                assert done.result.error is None
-                attempts[done.key] = done.attempts
-            further = [rank for rank in fleet.status()["ranks"] if rank["gang"] == 1 and rank["done"] > 4]
-            if further and not killed and further[0]["in_flight"]:
-                killed = further[0]["in_flight"]
-                os.kill(further[0]["pid"], signal.SIGKILL)
-            elif further and further[0]["generation"] == 1:
-                todo.clear()
-        fleet.router.check_integrity()
+        attempts = feed(fleet, stub, 20, kill_once)
         status = fleet.status()
     assert (status["gangs"]["joined"], status["restarts"]) == (2, 0)
     assert max(attempts.values()) == 2

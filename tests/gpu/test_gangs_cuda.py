@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gangs
 import numpy as np
 import pytest
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 TWO = pytest.mark.gpu2
 """Deselected where there is one GPU only (conftest.py)."""
-SCRIPT = Path(__file__).parents[1] / "engine" / "gangs.py"
+SCRIPT = Path(gangs.__file__)
 ENVIRONMENT = {**GANG_ENVIRONMENT, "CUDA_SCALE_LAUNCH_QUEUES": "4x", "OMP_NUM_THREADS": "1"}
 """Of a rank's process, as a fleet sets it."""
 
@@ -46,17 +46,6 @@ def run_ranks(
 
 def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for rank in ranks for key, value in rank["answers"].items()}
-
-
-def load_gangs() -> Any:
-    """The runs that the engine's tests share."""
-    spec = importlib.util.spec_from_file_location("gangs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gangs"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def floats(bits: list[int]) -> np.ndarray:
@@ -87,7 +76,6 @@ def test_ranks_on_one_gpu(
     figures: dict[str, Any], device: str, grid: tuple[int, int, int, int], numerics: str
 ) -> None:
     """Threads with exchanges in device memory; what may not wait for the device does not."""
-    gangs = load_gangs()
     case = gangs.Case(grid, numerics=numerics, seed=11)
 
     def body(case: Any, groups: Any, rank: int) -> Any:

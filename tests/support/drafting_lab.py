@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from result_bits import bits_of
 
 from deepinfer_ray.bench.markov_twin import make_markov_twin
 from deepinfer_ray.cache.layout import CacheLayout
@@ -96,17 +97,7 @@ def run(engine: Engine, requests: list[Request]) -> list[RequestResult]:
 
 
 def bits(results: list[RequestResult]) -> list[Any]:
-    return [
-        (
-            result.token_ids.tolist(),
-            None if result.logprobs is None else result.logprobs.tolist(),
-            None if result.prompt_logprobs is None else result.prompt_logprobs.tolist(),
-            result.top_logprobs,
-            result.finish_reason,
-            result.text,
-        )
-        for result in results
-    ]
+    return [bits_of(result) for result in results]
 
 
 def prompt(random: np.random.Generator, length: int) -> np.ndarray:

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from drafting_lab import Lab, bits, greedy_requests, run
+from threads import one_thread
 
 from deepinfer_ray.engine.request import Request
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

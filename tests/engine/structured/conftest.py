@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from random_schemas import RandomSchemas
+from threads import one_thread
 
 from deepinfer_ray.cache.layout import CacheLayout
 from deepinfer_ray.cache.pool import CachePools
@@ -141,10 +141,8 @@ def make_pool(vocabulary: Vocabulary) -> Iterator[Callable[..., GrammarPool]]:
 
 @pytest.fixture(scope="session")
 def workshop(pool: GrammarPool) -> Iterator[Workshop]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Workshop(pool)
-    torch.set_num_threads(before)
+    with one_thread():
+        yield Workshop(pool)
 
 
 @pytest.fixture(scope="session")
