@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from deepinfer_ray.engine.request import Request, RequestResult
-from deepinfer_ray.errors import DeepInferError, RankFailure, RowError
+from deepinfer_ray.errors import DeepInferError, RankFailure
 from deepinfer_ray.fleet.engines import EngineLike
 
 
@@ -111,11 +111,7 @@ class SharedEngine:
                     self._engine.add(request)
                 except Exception as error:  # a row's own, whatever it is
                     del self._owners[request.request_id]
-                    code = error.code if isinstance(error, RowError) else "internal"
-                    text = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {error}"
-                    ticket.results.put(
-                        RequestResult.failed(request.request_id, len(request.prompt), code, text)
-                    )
+                    ticket.results.put(RequestResult.refused(request.request_id, len(request.prompt), error))
             if ticket.waiting:
                 return
             self._tickets.popleft()

@@ -86,7 +86,7 @@ class SamplingParams(BaseModel):
     def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if any(not text for text in value):
             raise ValueError("a stop string is empty; it would stop every request at once")
-        if any("\ud800" <= char <= "\udfff" for text in value for char in text):
+        if not all(map(is_unicode, value)):
             raise ValueError("a stop string is no valid Unicode, it holds a lone surrogate")
         return value
 
@@ -207,6 +207,18 @@ class RequestResult:
         return cls(
             request_id, empty, "", FinishReason.ERROR.value, prompt_tokens, error=message, error_code=code
         )
+
+    @classmethod
+    def refused(cls, request_id: int, prompt_tokens: int, error: Exception) -> RequestResult:
+        """A request that an engine did not take; what is no `RowError` has the code `internal`."""
+        if isinstance(error, RowError):
+            return cls.failed(request_id, prompt_tokens, error.code, str(error))
+        return cls.failed(request_id, prompt_tokens, "internal", f"{type(error).__name__}: {error}")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: JSON's escapes can spell lone surrogates, which cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def as_token_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from deepinfer_ray.engine.request import Request, RequestResult
-from deepinfer_ray.errors import RowError
 from deepinfer_ray.fleet.backend import WorkItem, WorkResult
 from deepinfer_ray.fleet.engines import EngineLike, resolve_factory
 from deepinfer_ray.fleet.messages import Heartbeat, RankFault, RankReport, RankSpec, RankWhere
@@ -207,11 +206,8 @@ class RankActor:
         """Add one row; its own exception is its own result."""
         try:
             engine.add(Request(item.prompt, item.params, item.seed, item.key, time.monotonic()))
-        except RowError as error:
-            self._publish([RequestResult.failed(item.key, len(item.prompt), error.code, str(error))], steps=0)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            self._publish([RequestResult.failed(item.key, len(item.prompt), "internal", message)], steps=0)
+            self._publish([RequestResult.refused(item.key, len(item.prompt), error)], steps=0)
 
     def _publish(self, results: Sequence[RequestResult], steps: int = 1) -> None:
         with self._changed:

@@ -28,7 +28,14 @@ from deepinfer_ray.job.cpu_fit import cpu_fit
 from deepinfer_ray.job.ids import check_ids
 from deepinfer_ray.job.ledger import SUMMARY
 from deepinfer_ray.job.plan import InputPlan
-from deepinfer_ray.job.prepare import RowSetup, Say, checked_plan, prepare_rows, refuse_places
+from deepinfer_ray.job.prepare import (
+    RowSetup,
+    Say,
+    checked_plan,
+    model_directory,
+    prepare_rows,
+    refuse_places,
+)
 from deepinfer_ray.job.store import Store
 from deepinfer_ray.job.survey import Survey, survey
 from deepinfer_ray.model.engram_ids import load_tokenizer
@@ -50,13 +57,12 @@ def forecast(
     Raises `ConfigError`, `CheckpointError`, `InputError` as `generate` would, and `PlacementError` when
     RAY_ADDRESS does not answer.
     """
-    if not config.model.path:
-        raise ConfigError("no model: give --model with a checkpoint directory")
+    model_dir = model_directory(config.model.path)
     if tokens_per_second is not None and tokens_per_second <= 0:
         raise ConfigError(f"--tokens-per-second {tokens_per_second:g}: a speed is greater than 0")
     if config.job.output:
         refuse_places(config.job, config.model.path)
-    model = ModelConfig.load(config.model.path)
+    model = ModelConfig.load(model_dir)
     engine = config.engine.resolve(model)
     asked = config.parallel
     grid = RankGrid.build(

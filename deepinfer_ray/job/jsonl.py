@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
+from deepinfer_ray.engine.request import is_unicode
 from deepinfer_ray.errors import InputError, RowError
 
 BLOCK_ROWS = 10_000
@@ -147,7 +148,7 @@ def parse(line: Line) -> dict[str, Any] | RowError:
         return RowError("wrong_type", f"line {line.number} is no JSON: {error}")
     if not isinstance(row, dict):
         return RowError("wrong_type", f"line {line.number} holds {_kind_of(row)}, a row is a JSON object")
-    if b"\\u" in line.data and any(not _is_unicode(name) for name in row):
+    if b"\\u" in line.data and any(not is_unicode(name) for name in row):
         return RowError("wrong_type", f"line {line.number} has a key that holds a lone surrogate")
     return row
 
@@ -211,11 +212,6 @@ def _line(number: int, offset: int, data: bytes) -> Line:
     if offset == 0:
         data = data.removeprefix(b"\xef\xbb\xbf")
     return Line(number, offset, end, data.removesuffix(b"\r"))
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: JSON's escapes can spell what cannot."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _kind_of(value: Any) -> str:
